@@ -1,0 +1,77 @@
+"""safeload: verify a model checkpoint, then load exactly the verified bytes into JAX.
+
+manifest bytes --verify--> TrustedManifest       who signed which files
+directory      --stage---> StagedCheckpoint      those bytes, read once, hashed, frozen
+               --scan----> AdmittedCheckpoint    nothing in them that the policy does not allow
+               --decode--> HostTensor            views on the same bytes
+               --assemble> jax.Array             sharded over devices
+
+A module that ends in `-ing` is a step; every other module is a noun. `loading` is the whole chain on one screen.
+Importing the package loads none of numpy, cryptography and jax; each name below does so when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from safeload.errors import Finding, SafeloadError
+    from safeload.loading import load, sign, verify
+    from safeload.manifest import Manifest, TrustedManifest
+    from safeload.policy import Policy
+    from safeload.records import QuantizedWeight8bit
+    from safeload.report import Report
+    from safeload.scanning import scan
+    from safeload.tensors import TensorSpec
+    from safeload.trust.keys import PublicKey, SecretKey
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Finding",
+    "Manifest",
+    "Policy",
+    "PublicKey",
+    "QuantizedWeight8bit",
+    "Report",
+    "SafeloadError",
+    "SecretKey",
+    "TensorSpec",
+    "TrustedManifest",
+    "load",
+    "scan",
+    "sign",
+    "verify",
+]
+
+_MODULES = {
+    "Finding": "errors",
+    "Manifest": "manifest",
+    "Policy": "policy",
+    "PublicKey": "trust.keys",
+    "QuantizedWeight8bit": "records",
+    "Report": "report",
+    "SafeloadError": "errors",
+    "SecretKey": "trust.keys",
+    "TensorSpec": "tensors",
+    "TrustedManifest": "manifest",
+    "load": "loading",
+    "scan": "scanning",
+    "sign": "loading",
+    "verify": "loading",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module of a public name when the name is first used (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted(__all__)

@@ -1,0 +1,37 @@
+"""A tensor's canonical bytes: C order, little-endian, without padding. What value digests are taken of."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from safeload.tensors import ML_DTYPES_ITEMSIZE, DType, TensorSpec
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[np.generic]:
+    """Return the numpy dtype of an element type, made from its name and never from a file's state."""
+    if dtype.name in ML_DTYPES_ITEMSIZE:
+        return np.dtype(getattr(ml_dtypes, dtype.name))
+    return np.dtype(dtype.name).newbyteorder(">" if dtype.big_endian else "<")
+
+
+def view(payload: memoryview | bytes, spec: TensorSpec) -> np.ndarray:
+    """Return a read-only array over `payload`, of shape and dtype of `spec`, without a copy.
+
+    Args:
+        payload: Exactly the bytes of the tensor's extent.
+        spec: What they are.
+    """
+    array = np.frombuffer(payload, dtype=numpy_dtype(spec.dtype)).reshape(spec.shape, order=spec.order)
+    array.flags.writeable = False
+    return array
+
+
+def canonical_bytes(payload: memoryview | bytes, spec: TensorSpec) -> memoryview | bytes:
+    """Return the value's C-order little-endian bytes: `payload` itself where it already is just that, else a copy."""
+    if spec.is_canonical:
+        return payload
+    array = view(payload, spec)
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return np.ascontiguousarray(array).tobytes()

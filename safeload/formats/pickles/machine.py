@@ -1,0 +1,722 @@
+"""The pickle machine: runs a pickle on symbols, and says where its tensors lie.
+
+It decides all 68 opcodes of protocols 0 to 5. It executes the stack and the memo exactly, so the global that is judged is the
+global that `pickle.load` would resolve; but it imports nothing, calls nothing and builds no object of the file's
+choosing. Payloads are jumped over, not read. It is the only pickle reader of safeload, so no second reader can disagree with it.
+
+Time is linear in the number of opcodes, memory is bounded by the policy's limits, whatever the bytes are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import struct
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
+
+from safeload.errors import Finding, FormatError, LimitError, PolicyError, RejectedError, escape
+from safeload.formats import WINDOW_BYTES, Parsed, Source
+from safeload.formats.pickles.constructors import (
+    CONSTRUCTORS,
+    NAME,
+    build_array,
+    build_dtype,
+    build_record,
+    describe,
+    new_record,
+    refuse,
+    set_item,
+)
+from safeload.formats.pickles.opcodes import OPCODES
+from safeload.formats.pickles.results import Results
+from safeload.formats.pickles.symbols import (
+    REFUSED,
+    Global,
+    OrderedMapping,
+    Payload,
+    PendingArray,
+    PendingDType,
+    PendingRecord,
+    Refused,
+)
+from safeload.policy import Policy
+from safeload.tensors import Extent
+
+HEAD_BYTES = 256
+"""Bytes strings up to this length are kept as well as pointed at: they may be names, codes or plain values."""
+
+MAX_NAME_CHARACTERS = 512
+"""Length of a module or class name. The longest allowed one has 45."""
+
+MAX_INTEGER_BYTES = 32
+"""Size of an integer: 256 bits, twice what the largest honest one (a random generator's state) has."""
+
+_NO_FRAME = 1 << 64
+"""Where the current frame ends while there is none: behind every offset that a file can have."""
+
+# Decimal, without sign tricks, leading zeros, spaces or underscores. CPython reads these opcodes with `strtol(.., 0)`
+# or `int(.., 0)`, depending on the version, so that `0x10`, `010` or `1_0` mean different numbers to different
+# readers; no pickler writes them.
+_DECIMAL = re.compile(rb"(?:-?[1-9][0-9]{0,77}|0)")
+_FLOAT = re.compile(rb"(?:-?[0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|-?inf|nan)")
+# What `repr` of a Python 2 string writes. Other escapes mean different things to different versions.
+_QUOTED = re.compile(rb"""'((?:[^\\'\n]|\\[\\'"nrtabfv]|\\x[0-9a-f]{2})*)'|"((?:[^\\"\n]|\\[\\'"nrtabfv]|\\x[0-9a-f]{2})*)\"""")
+_ESCAPE = re.compile(rb"\\(x..|.)")
+_ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
+
+_Handler: TypeAlias = "Callable[[Machine], None]"
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    code = match[1]
+    return bytes([int(code[1:], 16)]) if len(code) == 3 else _ESCAPED.get(code, code)
+
+
+class Machine:
+    """One run over one pickle. Use `parse_pickle`."""
+
+    def __init__(self, source: Source, policy: Policy) -> None:
+        self.source = source
+        self.policy = policy
+        self.globals: dict[tuple[str, str], Global | Refused] = {}
+        self.findings: list[Finding] = []
+        self._rules = policy.pickle
+        self._limits = policy.limits
+        self._window = b""
+        self._base = 0  # offset of the window's first byte
+        self._at = 0  # index in the window of the next byte to read
+        self._start = 0  # offset of the opcode that is being run
+        self._frame_end = _NO_FRAME
+        self._protocol: int | None = None
+        self._stack: list[object] = []
+        self._outer: list[list[object]] = []  # the stacks below each open mark
+        self._memo: dict[int, object] = {}
+        self._inline_bytes = 0
+
+    # ---------------------------------------------------------------- reading
+
+    def _fail(self, code: str, message: str, hint: str | None = None) -> NoReturn:
+        refuse(code, message, self._start, hint)
+
+    def _limit(self, name: str, asked: str) -> NoReturn:
+        bound = getattr(self._limits, name)
+        raise LimitError(
+            Finding(
+                "limit-exceeded",
+                f"{asked}; the policy allows {bound:,}",
+                offset=self._start,
+                hint=f"an honest file that needs more can be admitted by `{name}` under [limits] in the policy",
+            )
+        )
+
+    def _refill(self, nbytes: int) -> None:
+        """Make the window begin at the next byte, and hold at least `nbytes`."""
+        here = self._base + self._at
+        if nbytes > self.source.size - here:
+            left = max(self.source.size - here, 0)
+            self._fail("truncated", f"expected {nbytes} more byte(s), found the end of the file after {left}")
+        self._window = self.source.read(here, max(nbytes, WINDOW_BYTES))
+        self._base, self._at = here, 0
+        if len(self._window) < nbytes:
+            self._fail("truncated", f"expected {nbytes} more byte(s), found {len(self._window)}")
+        # Each opcode adds at most one value, and a window holds at most so many opcodes: often enough.
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        items = len(self._stack) + sum(map(len, self._outer))
+        if items > self._limits.max_stack_items:
+            self._limit("max_stack_items", f"{items:,} values on the stack")
+        if len(self._memo) > self._limits.max_memo_entries:
+            self._limit("max_memo_entries", f"{len(self._memo):,} memo entries")
+
+    def _take(self, nbytes: int) -> bytes:
+        if self._at + nbytes > len(self._window):
+            self._refill(nbytes)
+        start = self._at
+        self._at = start + nbytes
+        return self._window[start : self._at]
+
+    def _byte(self) -> int:
+        if self._at >= len(self._window):
+            self._refill(1)
+        self._at += 1
+        return self._window[self._at - 1]
+
+    def _length(self, nbytes: int) -> int:
+        return int.from_bytes(self._take(nbytes), "little")
+
+    def _inline(self, nbytes: int) -> None:
+        self._inline_bytes += nbytes
+        if self._inline_bytes > self._limits.max_inline_bytes:
+            self._limit("max_inline_bytes", f"{self._inline_bytes:,} bytes of text and escaped data")
+
+    def _line(self) -> bytes:
+        """Return the bytes up to the next line feed, and go behind it."""
+        parts: list[bytes] = []
+        while (end := self._window.find(b"\n", self._at)) < 0:
+            part = self._window[self._at :]
+            self._inline(len(part))
+            parts.append(part)
+            self._at = len(self._window)
+            self._refill(1)
+        parts.append(self._window[self._at : end])
+        self._inline(end - self._at)
+        self._at = end + 1
+        return b"".join(parts)
+
+    def _text(self, nbytes: int) -> str:
+        if nbytes > self.source.size - self._base - self._at:
+            self._refill(nbytes)  # raises: there are not so many bytes
+        self._inline(nbytes)
+        try:
+            return str(self._take(nbytes), "utf-8")
+        except UnicodeDecodeError as err:
+            raise FormatError(
+                Finding("not-utf-8", f"a string must be UTF-8, found byte {err.object[err.start]:#04x} at its byte {err.start}",
+                        offset=self._start)
+            ) from err
+
+    def _payload(self, nbytes: int, kind: str) -> None:
+        here = self._base + self._at
+        if nbytes > self.source.size - here:
+            self._refill(nbytes)  # raises: there are not so many bytes
+        self.source.payload(here, nbytes)
+        if nbytes <= HEAD_BYTES:
+            self._push(Payload(Extent(here, nbytes), kind, self._take(nbytes)))  # type: ignore[arg-type] # one of three
+            return
+        self._push(Payload(Extent(here, nbytes), kind, None))  # type: ignore[arg-type] # one of three
+        self._at += nbytes
+        if self._at > len(self._window):
+            self._window, self._base, self._at = b"", here + nbytes, 0
+
+    # ---------------------------------------------------------------- the stack
+
+    def _push(self, value: object) -> None:
+        self._stack.append(value)
+
+    def _pop(self) -> object:
+        if not self._stack:
+            self._fail("stack-underflow", "expected a value on the stack, found none above the mark")
+        return self._stack.pop()
+
+    def _top(self) -> object:
+        if not self._stack:
+            self._fail("stack-underflow", "expected a value on the stack, found none above the mark")
+        return self._stack[-1]
+
+    def _pop_mark(self) -> list[object]:
+        if not self._outer:
+            self._fail("no-mark", "expected an open mark, found none")
+        items = self._stack
+        self._stack = self._outer.pop()
+        return items
+
+    # ---------------------------------------------------------------- running
+
+    def run(self) -> object:
+        """Run to STOP and return the one value that is left.
+
+        Raises:
+            RejectedError: The bytes are no well-formed pickle of allowed opcodes, or exceed a limit.
+        """
+        handlers = _HANDLERS[self._header()]
+        for _ in range(self._limits.max_operations):
+            at = self._at
+            self._start = start = self._base + at
+            if start >= self._frame_end:
+                self._close_frame()
+            if at >= len(self._window):
+                self._refill(1)
+                at = 0
+            handler = handlers[self._window[at]]
+            self._at = at + 1
+            if handler is None:  # STOP
+                return self._stop()
+            handler(self)
+        self._limit("max_operations", f"more than {self._limits.max_operations:,} opcodes")
+
+    def _header(self) -> int:
+        """Read PROTO, where there is one, and return the newest protocol whose opcodes may follow."""
+        if self.source.size == 0:
+            self._fail("empty-file", "expected a pickle, found an empty file")
+        self._refill(1)
+        if self._window[0] != _PROTO:
+            # Protocols 0 and 1 have no header. Protocol 2's opcodes are let through without one, as CPython does
+            # and as its own tests write them; framing and STACK_GLOBAL are not.
+            allowed, found, newest = bool({0, 1} & set(self._rules.protocols)), "0 or 1 (no PROTO header)", 2
+        else:
+            self._at = 1
+            self._protocol = newest = self._byte()
+            if newest > max(_HANDLERS):
+                self._fail("unknown-protocol", f"expected a protocol from 2 to 5, found {newest}")
+            allowed, found = newest in self._rules.protocols, str(newest)
+        if not allowed:
+            self.findings.append(
+                Finding(
+                    "protocol-not-allowed",
+                    f"policy {self.policy.name} allows pickle protocols "
+                    f"{', '.join(map(str, self._rules.protocols))}; found {found}",
+                    offset=0,
+                    hint="add it to `protocols` under [pickle] in the policy",
+                )
+            )
+        return newest
+
+    def _close_frame(self) -> None:
+        if self._base + self._at > self._frame_end:
+            self._fail("frame-straddled", f"an opcode must lie inside its frame, which ended at byte {self._frame_end}")
+        self._frame_end = _NO_FRAME
+
+    def _stop(self) -> object:
+        end = self._base + self._at
+        if end > self._frame_end:
+            self._close_frame()
+        if self._outer or len(self._stack) != 1:
+            self._fail(
+                "bad-stop",
+                f"expected one value and no open mark at the end, found {len(self._stack)} value(s) and "
+                f"{len(self._outer)} mark(s)",
+            )
+        if end != self.source.size:
+            self._start = end
+            self._fail(
+                "data-after-stop",
+                f"expected the end of the file, found {self.source.size - end} more byte(s)",
+                "a shard is exactly one pickle; what follows it would be loaded by some readers and not by others",
+            )
+        return self._stack[0]
+
+    def _not_an_opcode(self) -> None:
+        byte = self._window[self._at - 1]
+        self._fail("unknown-opcode", f"expected a pickle opcode, found byte {byte:#04x}")
+
+    def _too_new(self) -> None:
+        opcode = OPCODES[self._window[self._at - 1]]
+        declared = "no protocol" if self._protocol is None else f"protocol {self._protocol}"
+        self._fail("opcode-too-new", f"the file declares {declared}, found {opcode.name} of protocol {opcode.protocol}")
+
+    def _refused_opcode(self) -> None:
+        opcode = OPCODES[self._window[self._at - 1]]
+        if opcode.name == "INST":
+            self._push(self._resolve(self._name_line(), self._name_line()))
+        raise PolicyError(
+            Finding(
+                "opcode-not-allowed",
+                f"opcode {opcode.name} is never allowed: {opcode.refused}",
+                offset=self._start,
+                hint="write the tensors again, as plain arrays, with a tool that you trust",
+            )
+        )
+
+    # ---------------------------------------------------------------- opcodes: structure
+
+    def _proto(self) -> None:
+        self._fail("misplaced-proto", "PROTO stands at the beginning and nowhere else")
+
+    def _frame(self) -> None:
+        length = self._length(8)
+        here = self._base + self._at
+        if self._frame_end != _NO_FRAME:
+            self._fail("nested-frame", f"expected no frame inside a frame, which ends at byte {self._frame_end}")
+        if length > self.source.size - here:
+            self._fail("truncated", f"a frame of {length} bytes does not fit in the {self.source.size - here} left")
+        self._frame_end = here + length
+
+    def _mark(self) -> None:
+        # Every container under construction holds one mark, and its state another.
+        if len(self._outer) >= 2 * self._limits.max_depth:
+            self._limit("max_depth", f"{len(self._outer) + 1} open marks, two for each level of containers")
+        self._outer.append(self._stack)
+        self._stack = []
+
+    def _pop_value(self) -> None:
+        # CPython's POP on an empty stack takes the mark below it.
+        if self._stack:
+            self._stack.pop()
+        else:
+            self._pop_mark()
+
+    def _dup(self) -> None:
+        self._push(self._top())
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._top()
+
+    def _put(self, index: int) -> None:
+        # CPython's memo is an array as long as its largest index, so an index costs there what entries cost here.
+        if index >= self._limits.max_memo_entries:
+            self._limit("max_memo_entries", f"memo index {index:,}")
+        self._memo[index] = self._top()
+
+    def _index_line(self) -> int:
+        index = self._decimal(self._line())
+        if index < 0:
+            self._fail("bad-memo-index", f"a memo index is not negative, found {index}")
+        return index
+
+    def _put_line(self) -> None:
+        self._put(self._index_line())
+
+    def _binput(self) -> None:
+        self._memo[self._byte()] = self._top()
+
+    def _long_binput(self) -> None:
+        self._put(self._length(4))
+
+    def _get(self, index: int) -> None:
+        try:
+            self._stack.append(self._memo[index])
+        except KeyError:
+            self._fail("unknown-memo-index", f"expected a memo index that was stored before, found {index}")
+
+    def _get_line(self) -> None:
+        self._get(self._index_line())
+
+    def _binget(self) -> None:
+        self._get(self._byte())
+
+    def _long_binget(self) -> None:
+        self._get(self._length(4))
+
+    # ---------------------------------------------------------------- opcodes: plain values
+
+    def _none(self) -> None:
+        self._stack.append(None)
+
+    def _newtrue(self) -> None:
+        self._stack.append(True)
+
+    def _newfalse(self) -> None:
+        self._stack.append(False)
+
+    def _binint1(self) -> None:
+        self._stack.append(self._byte())
+
+    def _binint2(self) -> None:
+        self._stack.append(self._length(2))
+
+    def _binint(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+
+    def _decimal(self, line: bytes) -> int:
+        if not _DECIMAL.fullmatch(line):
+            self._fail("bad-number", f"expected a plain decimal integer, found {line[:40]!r}")
+        return int(line)
+
+    def _int(self) -> None:
+        line = self._line()
+        self._push(line == b"01" if line in {b"00", b"01"} else self._decimal(line))
+
+    def _long(self) -> None:
+        line = self._line()
+        self._push(self._decimal(line[:-1] if line.endswith(b"L") else line))
+
+    def _long_bytes(self, nbytes: int) -> None:
+        if nbytes > MAX_INTEGER_BYTES:
+            self._fail("integer-too-long", f"an integer has at most {MAX_INTEGER_BYTES} bytes, found {nbytes}")
+        self._push(int.from_bytes(self._take(nbytes), "little", signed=True))
+
+    def _long1(self) -> None:
+        self._long_bytes(self._byte())
+
+    def _long4(self) -> None:
+        self._long_bytes(self._length(4))  # a negative length, in CPython an error, is a very long one here
+
+    def _float(self) -> None:
+        line = self._line()
+        if not _FLOAT.fullmatch(line):
+            self._fail("bad-number", f"expected a plain decimal float, found {line[:40]!r}")
+        self._push(float(line))
+
+    def _binfloat(self) -> None:
+        self._push(struct.unpack(">d", self._take(8))[0])
+
+    def _short_binunicode(self) -> None:
+        self._stack.append(self._text(self._byte()))
+
+    def _binunicode(self) -> None:
+        self._stack.append(self._text(self._length(4)))
+
+    def _binunicode8(self) -> None:
+        self._stack.append(self._text(self._length(8)))
+
+    def _unicode(self) -> None:
+        line = self._line()
+        try:
+            text = str(line, "raw-unicode-escape")
+        except UnicodeDecodeError:
+            self._fail("bad-text", "expected text with well-formed \\u escapes")
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            self._fail("not-utf-8", "a string must be Unicode, found an unpaired surrogate")
+        self._push(text)
+
+    def _string(self) -> None:
+        line = self._line()
+        match = _QUOTED.fullmatch(line)
+        if match is None:
+            self._fail("bad-text", f"expected a quoted string as Python 2 writes it, found {line[:40]!r}")
+        data = _ESCAPE.sub(_unescape, match[1] if match[2] is None else match[2])
+        self._push(Payload(Extent(self._start, len(data), data), "str", data))
+
+    def _binstring(self) -> None:
+        self._payload(self._length(4), "str")  # a negative length, in CPython an error, is a very long one here
+
+    def _short_binstring(self) -> None:
+        self._payload(self._byte(), "str")
+
+    def _binbytes(self) -> None:
+        self._payload(self._length(4), "bytes")
+
+    def _short_binbytes(self) -> None:
+        self._payload(self._byte(), "bytes")
+
+    def _binbytes8(self) -> None:
+        self._payload(self._length(8), "bytes")
+
+    def _bytearray8(self) -> None:
+        self._payload(self._length(8), "bytearray")
+
+    # ---------------------------------------------------------------- opcodes: containers
+
+    def _empty_tuple(self) -> None:
+        self._push(())
+
+    def _tuple(self) -> None:
+        items = self._pop_mark()
+        self._push(tuple(items))
+
+    def _tuple1(self) -> None:
+        self._push((self._pop(),))
+
+    def _tuple2(self) -> None:
+        second = self._pop()
+        self._push((self._pop(), second))
+
+    def _tuple3(self) -> None:
+        third = self._pop()
+        second = self._pop()
+        self._push((self._pop(), second, third))
+
+    def _empty_list(self) -> None:
+        self._push([])
+
+    def _list(self) -> None:
+        items = self._pop_mark()
+        self._push(items)
+
+    def _append(self) -> None:
+        value = self._pop()
+        self._extend([value])
+
+    def _appends(self) -> None:
+        self._extend(self._pop_mark())
+
+    def _extend(self, values: list[object]) -> None:
+        target = self._top()
+        if target is REFUSED:
+            return
+        if type(target) is not list:
+            self._fail("bad-append", f"expected a list to append to, found {describe(target)}")
+        target.extend(values)
+
+    def _empty_dict(self) -> None:
+        self._push({})
+
+    def _dict(self) -> None:
+        items = self._pop_mark()
+        self._push({})
+        self._update(items)
+
+    def _setitem(self) -> None:
+        value = self._pop()
+        key = self._pop()
+        self._update([key, value])
+
+    def _setitems(self) -> None:
+        self._update(self._pop_mark())
+
+    def _update(self, items: list[object]) -> None:
+        target = self._top()
+        if len(items) % 2:
+            self._fail("bad-items", f"expected keys and values in pairs, found {len(items)} items")
+        if target is REFUSED:
+            return
+        if type(target) is not dict and type(target) is not OrderedMapping:
+            self._fail("bad-setitem", f"expected a dict to store in, found {describe(target)}")
+        for index in range(0, len(items), 2):
+            set_item(target, items[index], items[index + 1], self._start)
+
+    # ---------------------------------------------------------------- opcodes: names, calls and state
+
+    def _name_line(self) -> str:
+        line = self._line()
+        try:
+            return str(line, "utf-8")
+        except UnicodeDecodeError:
+            self._fail("not-utf-8", f"a module or class name must be UTF-8, found {line[:40]!r}")
+
+    def _global(self) -> None:
+        module = self._name_line()
+        self._push(self._resolve(module, self._name_line()))
+
+    def _stack_global(self) -> None:
+        name = self._pop()
+        module = self._pop()
+        if type(module) is not str or type(name) is not str:
+            self._fail(
+                "bad-global", f"a global is named by two strings, found {describe(module)} and {describe(name)}"
+            )
+        self._push(self._resolve(module, name))
+
+    def _resolve(self, module: str, name: str) -> Global | Refused:
+        known = self.globals.get((module, name))
+        if known is None:
+            known = self._judge(module, name)
+            self.globals[module, name] = known
+        return known
+
+    def _judge(self, module: str, name: str) -> Global | Refused:
+        if max(len(module), len(name)) > MAX_NAME_CHARACTERS:
+            self._fail("bad-global", f"a module or class name has at most {MAX_NAME_CHARACTERS} characters")
+        full = f"{module}.{name}"
+        whole = NAME.fullmatch(name) is not None
+        if whole and (record := self._rules.records_by_global.get(full)) is not None:
+            return Global(module, name, record)
+        known = CONSTRUCTORS.get((module, name))
+        spoken = (self._protocol or 0) in known[1] if known is not None else False
+        if known is not None and spoken and full in self._rules.global_names:
+            return Global(module, name)
+        if known is not None and not spoken:
+            hint = "this is Python 2's name, which only protocols 0 to 2 may use"
+        elif known is not None:
+            hint = f'a policy can allow it: [[pickle.globals]] names = ["{full}"] with a reason'
+        else:
+            close = difflib.get_close_matches(
+                full[:100], [*self._rules.global_names, *self._rules.records_by_global], n=1, cutoff=0.75
+            )
+            hint = (
+                f"the nearest that policy {self.policy.name} allows is {close[0]}; if this is a class of plain fields, "
+                "a policy can declare it under [[pickle.records]]"
+                if close
+                else "safeload never imports anything; a class of plain fields can be declared under [[pickle.records]]"
+            )
+        self.findings.append(
+            Finding(
+                "global-not-allowed",
+                f"policy {self.policy.name} does not allow the global {escape(full)}",
+                offset=self._start,
+                hint=hint,
+            )
+        )
+        return REFUSED
+
+    def _reduce(self) -> None:
+        args = self._pop()
+        function = self._pop()
+        if function is REFUSED or args is REFUSED:
+            self._push(REFUSED)
+            return
+        if type(function) is not Global:
+            self._fail("bad-call", f"only an allowed global can be called, found {describe(function)}")
+        if type(args) is not tuple:
+            self._fail("bad-call", f"arguments must be a tuple, found {describe(args)}")
+        if any(arg is REFUSED for arg in args):
+            self._push(REFUSED)
+            return
+        if function.record is not None:
+            record = PendingRecord(function.record, self._start)
+            if len(args) != len(function.record.fields):
+                self._fail("bad-arguments", f"{function.name} takes its {len(function.record.fields)} fields, found {len(args)}")
+            build_record(record, dict(zip(function.record.fields, args, strict=True)), self._start)
+            self._push(record)
+            return
+        construct = CONSTRUCTORS[function.module, function.name][0]
+        if construct is None:
+            self._fail("bad-call", f"{function} is only ever an argument, found a call of it")
+        self._push(construct(args, self._start))
+
+    def _newobj(self) -> None:
+        args = self._pop()
+        cls = self._pop()
+        if cls is REFUSED or args is REFUSED:
+            self._push(REFUSED)
+            return
+        if type(cls) is not Global:
+            self._fail("bad-call", f"only a declared record can be instantiated, found {describe(cls)}")
+        self._push(new_record(cls, args, self._start))
+
+    def _build(self) -> None:
+        state = self._pop()
+        target = self._top()
+        if target is REFUSED or state is REFUSED:
+            return
+        if type(target) is PendingArray:
+            build_array(target, state, self._start)
+        elif type(target) is PendingDType:
+            build_dtype(target, state, self._start)
+        elif type(target) is PendingRecord:
+            build_record(target, state, self._start)
+        else:
+            self._fail("bad-build", f"expected an array, a dtype or a record to give a state to, found {describe(target)}")
+
+
+_PROTO = 0x80
+
+_METHODS: dict[str, _Handler] = {
+    "POP": Machine._pop_value,
+    "POP_MARK": lambda machine: machine._pop_mark() and None,
+    "PUT": Machine._put_line,
+    "GET": Machine._get_line,
+    **{
+        name: getattr(Machine, f"_{name.lower()}")
+        for name in (opcode.name for opcode in OPCODES.values() if opcode.refused is None)
+        if name not in {"POP", "POP_MARK", "PUT", "GET", "STOP"}
+    },
+}
+
+
+def _handlers(newest: int) -> tuple[_Handler | None, ...]:
+    """Return what each byte does in a file that may use opcodes up to protocol `newest`; None is STOP."""
+    table: list[_Handler | None] = [Machine._not_an_opcode] * 256
+    for byte, opcode in OPCODES.items():
+        if opcode.protocol > newest:
+            table[byte] = Machine._too_new
+        elif opcode.refused is not None:
+            table[byte] = Machine._refused_opcode
+        else:
+            table[byte] = None if opcode.name == "STOP" else _METHODS[opcode.name]
+    return tuple(table)
+
+
+_HANDLERS = {newest: _handlers(newest) for newest in range(6)}
+
+
+def parse_pickle(source: Source, policy: Policy) -> Parsed:
+    """Say what tensors a pickle holds and where they lie, or why it is refused.
+
+    The claim: for any bytes, either the result carries a refusal, or `pickle.load` would give the same value with
+    bit-identical arrays (numpy scalars and jax arrays are read as the numpy arrays that they hold). Nothing is imported, nothing is
+    called, and time and memory stay within the policy's limits.
+
+    Args:
+        source: The file's bytes.
+        policy: Which globals, records and protocols are allowed, and the limits.
+    """
+    machine = Machine(source, policy)
+    value = None
+    results = Results(policy)
+    error: RejectedError | None = None
+    try:
+        value = results.convert(machine.run(), has_refusals=bool(machine.findings))
+    except RejectedError as err:
+        error = err
+    findings = (*machine.findings, *(error.findings if error is not None else ()))
+    refusal = None
+    if findings:
+        # A global that is not allowed is the cause; what breaks behind it is a consequence.
+        refusal = PolicyError(*findings) if machine.findings or error is None else error
+    names = tuple(f"{module}.{name}" for module, name in machine.globals)
+    if refusal is not None:
+        return Parsed(globals=names, refusal=refusal)
+    return Parsed(value=value, tensors=tuple(results.tensors), globals=names)

@@ -1,0 +1,146 @@
+"""From the machine's last value to the file's value: every leaf plain data or a tensor, every record whole."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from safeload.errors import Finding, LimitError, PolicyError
+from safeload.formats.pickles.constructors import describe, refuse, short_text
+from safeload.formats.pickles.symbols import OrderedMapping, Payload, PendingArray, PendingRecord
+from safeload.policy import Policy, RecordRule
+from safeload.tensors import RecordValue, TensorSpec, Value
+
+
+class Results:
+    """One conversion. `tensors` fills up in stored order."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.tensors: list[TensorSpec] = []
+        self._policy = policy
+        self._path: list[str] = []
+        self._open: set[int] = set()  # containers that the current path goes through
+        self._n_values = 0
+
+    def convert(self, result: object, *, has_refusals: bool = False) -> Value:
+        """Return the value that the file holds.
+
+        Args:
+            result: What the machine left at STOP.
+            has_refusals: Whether the file is refused already, so that there is no value to speak of.
+
+        Raises:
+            RejectedError: Something in it is no data, is incomplete, breaks a record's rule or exceeds a limit.
+        """
+        if has_refusals:
+            return None
+        value = self._value(result)
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            refuse("ambiguous-name", f"each tensor has a name of its own, found {twice[:80]!r} twice", 0)
+        return value
+
+    def _value(self, value: object) -> Value:
+        self._n_values += 1
+        if self._n_values > self._policy.limits.max_values:
+            self._limit("max_values", f"more than {self._policy.limits.max_values:,} values, shared ones counted each time")
+        kind = type(value)
+        if value is None or kind is bool or kind is int or kind is float or kind is str:
+            return value  # type: ignore[return-value] # narrowed by exact type
+        if kind is PendingArray:
+            return self._tensor(value)  # type: ignore[arg-type]
+        if kind is Payload:
+            return self._bytes(value)  # type: ignore[arg-type]
+        if kind in {list, tuple, dict, OrderedMapping, PendingRecord}:
+            return self._container(value)
+        refuse("not-data", f"expected plain data, arrays and declared records, found {describe(value)}", 0)
+
+    def _container(self, value: object) -> Value:
+        if id(value) in self._open:
+            refuse("cycle", f"a container may not contain itself, found one at {self._name()!r}", 0)
+        if len(self._open) >= self._policy.limits.max_depth:
+            self._limit("max_depth", f"containers nested more than {self._policy.limits.max_depth} deep")
+        self._open.add(id(value))
+        try:
+            if type(value) is list:
+                return [self._child(str(index), child) for index, child in enumerate(value)]
+            if type(value) is tuple:
+                return tuple(self._child(str(index), child) for index, child in enumerate(value))
+            if isinstance(value, dict):
+                return {key: self._child(str(key), child) for key, child in value.items()}
+            return self._record(value)  # type: ignore[arg-type] # the only kind left
+        finally:
+            self._open.discard(id(value))
+
+    def _child(self, name: str, value: object) -> Value:
+        self._path.append(name)
+        converted = self._value(value)
+        self._path.pop()
+        return converted
+
+    def _name(self) -> str:
+        return "/".join(self._path)
+
+    def _tensor(self, array: PendingArray) -> TensorSpec:
+        if array.extent is None or array.dtype is None:
+            refuse("incomplete-array", "an array must get its state by BUILD, found none", array.offset)
+        spec = TensorSpec(self._name(), array.dtype, array.shape, array.order, array.extent)
+        self.tensors.append(spec)
+        return spec
+
+    def _bytes(self, payload: Payload) -> Value:
+        if payload.kind == "bytes":
+            return payload.extent
+        text = short_text(payload)
+        if text is None:
+            refuse("not-data", f"expected ASCII text, found a Python 2 {payload.kind} of {payload.extent.nbytes} bytes"
+                   if payload.kind == "str" else "expected plain data, found a bytearray", payload.extent.offset)
+        return text
+
+    def _record(self, record: PendingRecord) -> RecordValue:
+        rule = record.rule
+        if record.fields is None:
+            refuse("incomplete-record", f"a {rule.name} must get its fields by BUILD, found none", record.offset)
+        fields: dict[str, Value] = {}
+        for name, dtypes in rule.fields.items():
+            value = self._child(name, record.fields[name])
+            if not isinstance(value, TensorSpec):
+                self._refuse_field(record, f"field {name} must be an array, found {describe(record.fields[name])}")
+            if value.dtype.name not in dtypes or value.dtype.big_endian:
+                self._refuse_field(record, f"field {name} must be {' or '.join(dtypes)}, found {value.dtype}")
+            fields[name] = value
+        self._check_scales(record, rule, fields)
+        return RecordValue(rule.name, fields)
+
+    def _check_scales(self, record: PendingRecord, rule: RecordRule, fields: dict[str, Value]) -> None:
+        grouped = rule.grouped_scales
+        if grouped is None:
+            return
+        weight, scales = fields[grouped.weight], fields[grouped.scales]
+        assert isinstance(weight, TensorSpec) and isinstance(scales, TensorSpec)  # noqa: S101, PT018 - checked by the caller
+        fits = len(weight.shape) == len(scales.shape) >= 2
+        if fits:
+            k, groups = weight.shape[-2], scales.shape[-2]
+            same = weight.shape[:-2] == scales.shape[:-2] and weight.shape[-1] == scales.shape[-1]
+            fits = same and (k == groups == 0 or (groups > 0 and k % groups == 0))
+        if not fits:
+            self._refuse_field(
+                record,
+                f"{grouped.scales} must be [.., G, N] for a {grouped.weight} [.., K, N] with G dividing K, "
+                f"found {list(scales.shape)} for {list(weight.shape)}",
+            )
+
+    def _refuse_field(self, record: PendingRecord, message: str) -> NoReturn:
+        raise PolicyError(
+            Finding(
+                "bad-record",
+                f"{record.rule.name}: {message}",
+                offset=record.offset,
+                hint=f"the rule is [[pickle.records]] name = {record.rule.name!r} in policy {self._policy.name}",
+            )
+        )
+
+    def _limit(self, name: str, asked: str) -> NoReturn:
+        raise LimitError(
+            Finding("limit-exceeded", asked, hint=f"an honest file that needs more can be admitted by `{name}` under [limits] in the policy")
+        )

@@ -1,0 +1,405 @@
+"""Scan: facts and a policy make findings. Admit: no finding, or an error.
+
+`scan` looks at files that nobody signed, `verify_files` at a directory that a manifest lists; both stream and hold
+nothing. `admit` looks at what was staged, and its result is the proof that a loader asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from safeload.digests import sha256_hex
+from safeload.errors import (
+    ConfigError,
+    DigestMismatchError,
+    FileSetError,
+    Finding,
+    PolicyError,
+    RejectedError,
+    StagingError,
+)
+from safeload.files import Root, StreamSource, read_into
+from safeload.formats import MemorySource, Parsed, Source
+from safeload.formats.detection import HEAD_BYTES, detect
+from safeload.formats.inert import check_inert
+from safeload.formats.pickles import parse_pickle
+from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
+from safeload.policy import DEFAULT_POLICY, Policy, load_policy
+from safeload.report import FileReport, Progress, Report
+from safeload.staging import StagedCheckpoint, check_file_set
+from safeload.tensors import RecordValue, TensorSpec, Value
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedCheckpoint:
+    """Proof that every file of a staged checkpoint is what the policy allows. Only `admit` makes one.
+
+    Attributes:
+        staged: The bytes, which are those that were scanned.
+        values: What each file of tensors holds, by path; inert files are not in it.
+        report: The report of the scan; every verdict in it is "accepted".
+    """
+
+    staged: StagedCheckpoint
+    values: Mapping[str, Value]
+    report: Report
+
+
+def scan(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    policy: str | Path | Policy = DEFAULT_POLICY,
+    digests: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Describe files that nobody vouches for: what is in them, and every reason to refuse them.
+
+    An accepted file holds nothing but what the policy allows; where it comes from, and whether it is complete, is
+    not known without a manifest. Payloads are jumped over, so time does not grow with their size, unless digests are asked
+    for: then each byte is read and hashed once.
+
+    Args:
+        paths: Files and directories. A directory is walked whole, hidden files included; links below it are refused.
+        policy: What is allowed: a shipped policy's name, a path to your own, or a `Policy`.
+        digests: Whether to add the SHA-256 of each file and of each tensor's value.
+        progress: Told of the bytes that were dealt with.
+
+    Raises:
+        ConfigError: A path does not exist, or the policy is not valid.
+        StagingError: A directory could not be opened.
+    """
+    rules = load_policy(policy)
+    with ExitStack() as stack:
+        jobs: list[_Job] = []
+        findings: list[Finding] = []
+        for path in [paths] if isinstance(paths, str | Path) else paths:
+            found = list(_walk_argument(str(path), stack))
+            if not found:
+                message = "expected files, found an empty directory"
+                findings.append(Finding("nothing-to-scan", message, file=str(path), hint="check the path"))
+            jobs += found
+        files = _run(jobs, lambda job: _scan_job(job, rules, digests=digests), progress, parallel=digests)
+    return Report(tuple(files), tuple(findings), _policy_facts(rules))
+
+
+def verify_files(
+    directory: str | Path,
+    trusted: TrustedManifest,
+    *,
+    policy: Policy,
+    ignore: frozenset[tuple[int, int]] = frozenset(),
+    progress: Progress | None = None,
+) -> Report:
+    """Hold a directory against a trusted manifest: the file set, each digest, and what each file holds.
+
+    Every file is read once, and the bytes that are parsed are the bytes that are hashed. Nothing is kept.
+
+    Args:
+        directory: Where the files are. Untrusted.
+        trusted: What should be there.
+        policy: What is allowed, signed or not.
+        ignore: (device, inode) of files that may lie in the directory without being listed: the manifest itself.
+        progress: Told of the bytes that were hashed.
+
+    Raises:
+        StagingError: The directory could not be opened.
+    """
+    with Root(directory) as root:
+        missing = check_file_set(root, trusted.manifest, ignore=ignore)
+        absent = {finding.file for finding in missing}
+        jobs = [
+            _Job(entry.path, entry.path, entry.size, root, entry)
+            for entry in trusted.manifest.files
+            if entry.path not in absent
+        ]
+        files = _run(jobs, lambda job: _scan_job(job, policy, digests=False), progress, parallel=True)
+    facts = {**_policy_facts(policy), **manifest_facts(trusted)}
+    return Report(tuple(files), tuple(missing), facts)
+
+
+def admit(staged: StagedCheckpoint, *, policy: Policy) -> AdmittedCheckpoint:
+    """Scan what was staged, and return the proof that the policy allows all of it.
+
+    Raises:
+        PolicyError: A file holds something that the policy does not allow, or not what its manifest says.
+        FormatError: A file breaks its format.
+        LimitError: A file asks for more than the policy's limits.
+    """
+    reports: list[FileReport] = []
+    values: dict[str, Value] = {}
+    refusals: list[RejectedError] = []
+    for path, file in staged.files.items():
+        kind, parsed = _parse(MemorySource(file.view), path, policy)
+        parsed = _check_against(file.entry, kind, parsed)
+        reports.append(_file_report(path, kind, file.view.nbytes, parsed, file.entry.sha256))
+        if parsed.refusal is not None:
+            refusals.append(parsed.refusal)
+        elif kind == "pickle":
+            values[path] = parsed.value
+    report = Report(tuple(reports), (), {**_policy_facts(policy), **manifest_facts(staged.trusted)})
+    if refusals:
+        raise type(refusals[0])(*report.all_findings)
+    return AdmittedCheckpoint(staged, values, report)
+
+
+def manifest_facts(trusted: TrustedManifest) -> dict[str, object]:
+    """Return what a report says of the manifest: its digest, stream, revision and who signed it."""
+    manifest = trusted.manifest
+    return {
+        "manifest": {
+            "sha256": trusted.sha256,
+            "model": manifest.stream,
+            "revision": manifest.revision,
+            "version": manifest.version,
+            "signers": [{"name": signer.name, "keyid": signer.keyid} for signer in trusted.signers],
+            "threshold": trusted.threshold,
+        }
+    }
+
+
+def _policy_facts(policy: Policy) -> dict[str, object]:
+    return {"policy": {"name": policy.name, "source": policy.source, "sha256": policy.sha256}}
+
+
+# ---------------------------------------------------------------- one file
+
+
+def _parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
+    """Return the format of a file and what its parser says; the one place that picks the parser."""
+    name = PurePosixPath(path).name
+    inert = policy.files.inert_for(name)
+    if inert is not None:
+        return inert.content, check_inert(source, inert.content, policy)
+    kind = detect(source.read(0, HEAD_BYTES), source.size)
+    if kind is not None and kind.name != "pickle":
+        finding = Finding("format-not-supported", f"expected a pickle, found {kind.noun}", offset=0, hint=kind.advice)
+        return kind.name, Parsed(refusal=PolicyError(finding))
+    parsed = parse_pickle(source, policy)
+    if parsed.refusal is not None and parsed.refusal.findings[0].code == "unknown-opcode" and kind is None:
+        if parsed.refusal.findings[0].offset == 0:
+            finding = Finding(
+                "format-unknown",
+                f"expected a pickle, found a file of no known format that begins {source.read(0, 8)!r}",
+                offset=0,
+                hint="remove it; or, if it is plain data, admit its name by [[files.inert]] in the policy",
+            )
+            return "unknown", Parsed(refusal=PolicyError(finding))
+    if "pickle" not in policy.formats.allow:
+        finding = Finding(
+            "format-not-allowed",
+            f"policy {policy.name} does not allow pickles",
+            hint='add "pickle" to `allow` under [formats] in the policy',
+        )
+        return "pickle", replace(parsed, refusal=PolicyError(finding))
+    return "pickle", _check_shard(name, parsed, policy)
+
+
+def _check_shard(name: str, parsed: Parsed, policy: Policy) -> Parsed:
+    """Hold a file of tensors against the policy's rules for shards, where it has any."""
+    rules = policy.shards
+    if rules is None or parsed.refusal is not None:
+        return parsed
+    findings: list[Finding] = []
+    hint = f"the rule is [shards] in policy {policy.name}"
+    if not rules.fits(name):
+        findings.append(Finding("shard-name", f"expected a name that matches {rules.name}, found {name[:80]!r}", hint=hint))
+    value = parsed.value
+    holds = "array" if isinstance(value, TensorSpec) else value.record if isinstance(value, RecordValue) else None
+    if holds not in rules.holds:
+        found = holds or f"a {type(value).__name__}"
+        findings.append(Finding("shard-content", f"expected one {' or '.join(rules.holds)}, found {found}", offset=0, hint=hint))
+    elif isinstance(value, TensorSpec) and (value.dtype.name not in rules.array_dtypes or value.dtype.big_endian):
+        expected = " or ".join(rules.array_dtypes)
+        findings.append(Finding("shard-dtype", f"expected an array of {expected}, found {value.dtype}", offset=0, hint=hint))
+    return replace(parsed, refusal=PolicyError(*findings)) if findings else parsed
+
+
+def _check_against(entry: FileEntry, kind: str, parsed: Parsed) -> Parsed:
+    """Hold what was parsed against what the manifest says was there when it was signed."""
+    if parsed.refusal is not None:
+        return parsed
+    signed = [_signed_facts(tensor) for tensor in entry.tensors]
+    same = kind == entry.format and signed == [_facts(spec) for spec in parsed.tensors]
+    same = same and set(parsed.globals) == set(entry.globals)
+    if same:
+        return parsed
+    finding = Finding(
+        "manifest-disagrees",
+        f"the manifest says {entry.format} with {len(entry.tensors)} tensor(s), the file is {kind} with {len(parsed.tensors)}; "
+        "or their types, places or globals differ",
+        hint="the bytes are those that were signed, so the manifest was made by other rules; sign the directory again",
+    )
+    return replace(parsed, refusal=PolicyError(finding))
+
+
+def _facts(spec: TensorSpec) -> tuple[object, ...]:
+    extent = spec.extent
+    inline = extent.inline is not None
+    return spec.name, spec.dtype.name, spec.dtype.big_endian, spec.shape, spec.order, extent.offset, extent.nbytes, inline
+
+
+def _signed_facts(tensor: ManifestTensor) -> tuple[object, ...]:
+    big = tensor.byteorder == "big"
+    where = tensor.offset, tensor.nbytes, tensor.inline
+    return tensor.name, tensor.dtype, big, tensor.shape, tensor.order, *where
+
+
+def _file_report(path: str, kind: str, size: int | None, parsed: Parsed, sha256: str | None = None) -> FileReport:
+    findings = () if parsed.refusal is None else parsed.refusal.findings
+    return FileReport(path, kind, size, sha256, findings, parsed.tensors, parsed.globals)
+
+
+# ---------------------------------------------------------------- files on disk
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One file to look at.
+
+    Attributes:
+        shown: Path in the report.
+        path: Path below `root`.
+        size: Length in bytes, as far as known, for progress and order.
+        root: The directory that it is opened from.
+        entry: What the manifest says of it, if there is one.
+        finding: Why it cannot be opened, if that is known.
+    """
+
+    shown: str
+    path: str
+    size: int
+    root: Root
+    entry: FileEntry | None = None
+    finding: Finding | None = None
+
+
+class _FileBytes:
+    """A file on disk as a parser wants it; takes the digest of each payload on the way, where that is asked for."""
+
+    def __init__(self, stream: StreamSource, *, payload_digests: bool) -> None:
+        self.size = stream.size
+        self.read = stream.read
+        self.digests: dict[int, str] = {}
+        self._stream = stream
+        self._payload_digests = payload_digests
+
+    def payload(self, offset: int, nbytes: int) -> None:
+        """Take the payload's digest while it streams past."""
+        if self._payload_digests:
+            self.digests[offset] = self._stream.payload_sha256(offset, nbytes)
+
+
+def _walk_argument(path: str, stack: ExitStack) -> Iterator[_Job]:
+    """Yield a job for each file that one argument of the command stands for."""
+    if os.path.isdir(path):
+        root = stack.enter_context(Root(path))
+        for walked in root.walk():
+            yield _Job(os.path.join(path, walked.path), walked.path, walked.size, root, finding=walked.finding)
+        return
+    # The user named this file, so a link to it is followed; what is opened is the link's target and not the link.
+    target = os.path.realpath(path)
+    if not os.path.lexists(target):
+        raise ConfigError(f"there is no file or directory {path!r}", hint="check the path")
+    root = stack.enter_context(Root(os.path.dirname(target)))
+    yield _Job(path, os.path.basename(target), os.path.getsize(target), root)
+
+
+def _scan_job(job: _Job, policy: Policy, *, digests: bool) -> FileReport:
+    """Open, parse and, where a manifest or the caller asks for it, hash one file."""
+    if job.finding is not None:
+        return FileReport(job.shown, "unknown", None, findings=(job.finding,))
+    hashing = digests or job.entry is not None
+    try:
+        fd = job.root.open(job.path)
+        with StreamSource(fd, job.shown, hashing=hashing) as stream:
+            source = _FileBytes(stream, payload_digests=digests)
+            kind, parsed = _parse(source, job.shown, policy)
+            sha256 = stream.finish() if hashing else None
+            if digests and parsed.refusal is None:
+                parsed = replace(parsed, tensors=tuple(_with_digest(spec, fd, source, job) for spec in parsed.tensors))
+    except (FileSetError, StagingError) as err:
+        # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
+        findings = err.findings if isinstance(err, FileSetError) else (Finding("unreadable", str(err)),)
+        return FileReport(job.shown, "unknown", None, findings=findings)
+    if job.entry is not None:
+        parsed = _check_digest(job.entry, sha256, stream.size, _check_against(job.entry, kind, parsed))
+    return _file_report(job.shown, kind, stream.size, parsed, sha256)
+
+
+def _check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parsed) -> Parsed:
+    if sha256 == entry.sha256 and size == entry.size:
+        return parsed
+    finding = Finding(
+        "digest-mismatch",
+        f"expected sha256:{entry.sha256}, found sha256:{sha256}",
+        hint="the file is not the one that was signed; fetch it again",
+    )
+    others = () if parsed.refusal is None else parsed.refusal.findings
+    return replace(parsed, tensors=(), refusal=DigestMismatchError(finding, *others))
+
+
+def _with_digest(spec: TensorSpec, fd: int, source: _FileBytes, job: _Job) -> TensorSpec:
+    """Add the digest of a tensor's canonical bytes."""
+    extent = spec.extent
+    if extent.inline is None and spec.is_canonical:
+        return replace(spec, sha256=source.digests[extent.offset])
+    from safeload.canonical import canonical_bytes  # noqa: PLC0415 - needs numpy, which a plain scan must not load
+
+    data: bytes | memoryview
+    if extent.inline is not None:
+        data = extent.inline
+    else:
+        # These bytes are wanted in another order than they stream past, so they are read a second time, and must have
+        # the digest that they had the first time.
+        data = memoryview(bytearray(extent.nbytes))
+        at = 0
+        while at < extent.nbytes and (n := read_into(fd, data[at:], extent.offset + at, path=job.shown)):
+            at += n
+        if sha256_hex(data) != source.digests[extent.offset]:
+            raise FileSetError(Finding("changed-while-read", "expected the same bytes when read again, found others"))
+    return replace(spec, sha256=sha256_hex(canonical_bytes(data, spec)))
+
+
+def _run(
+    jobs: Sequence[_Job],
+    work: Callable[[_Job], FileReport],
+    progress: Progress | None,
+    *,
+    parallel: bool,
+) -> list[FileReport]:
+    """Do every job and return the results in the jobs' order."""
+    total = sum(job.size for job in jobs)
+    done = 0
+    results: dict[int, FileReport] = {}
+    lock = threading.Lock()
+
+    def one(index: int) -> None:
+        nonlocal done
+        result = work(jobs[index])
+        with lock:
+            results[index] = result
+            done += jobs[index].size
+            if progress is not None:
+                progress("scanning", done, total)
+
+    order: Iterable[int] = range(len(jobs))
+    if not parallel or len(jobs) < 2:  # noqa: PLR2004 - one file has nothing to be parallel to
+        for index in order:
+            one(index)
+    else:
+        # Hashing leaves the interpreter's lock, so as many threads as cores; the largest first, so that no core is left with one big
+        # file at the end.
+        order = sorted(order, key=lambda index: -jobs[index].size)
+        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        try:
+            for _ in pool.map(one, order):
+                pass
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return [results[index] for index in range(len(jobs))]
