@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
 from safeload.tensors import ML_DTYPES_ITEMSIZE, DType, TensorSpec
 
 
-def numpy_dtype(dtype: DType) -> np.dtype[np.generic]:
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """Return the numpy dtype of an element type, made from its name and never from a file's state."""
     if dtype.name in ML_DTYPES_ITEMSIZE:
-        return np.dtype(getattr(ml_dtypes, dtype.name))
-    return np.dtype(dtype.name).newbyteorder(">" if dtype.big_endian else "<")
+        scalar: type[np.generic] = getattr(ml_dtypes, dtype.name)
+        return np.dtype(scalar)
+    native: np.dtype[Any] = np.dtype(dtype.name)
+    return native.newbyteorder(">" if dtype.big_endian else "<")
 
 
-def view(payload: memoryview | bytes, spec: TensorSpec) -> np.ndarray:
+def view(payload: memoryview | bytes, spec: TensorSpec) -> np.ndarray[Any, np.dtype[Any]]:
     """Return a read-only array over `payload`, of shape and dtype of `spec`, without a copy.
 
     Args:

@@ -40,12 +40,10 @@ def decode(admitted: AdmittedCheckpoint) -> Mapping[str, Any]:
 
     Containers and plain values are as in the file; a record is an instance of its record class.
     """
-    return {
-        path: _decode(value, path, admitted.staged.files[path].view) for path, value in admitted.values.items()
-    }
+    return {path: _decode(value, path, admitted.staged.files[path].view) for path, value in admitted.values.items()}
 
 
-def _decode(value: Value, path: str, data: memoryview) -> Any:  # noqa: ANN401 - whatever the file holds
+def _decode(value: Value, path: str, data: memoryview) -> Any:
     match value:
         case TensorSpec(extent=Extent(offset, nbytes, inline)):
             payload = data[offset : offset + nbytes] if inline is None else inline
@@ -65,7 +63,7 @@ def _decode(value: Value, path: str, data: memoryview) -> Any:  # noqa: ANN401 -
             return value
 
 
-def arrays(tree: Any) -> Any:  # noqa: ANN401 - a tree of whatever the files hold
+def arrays(tree: Any) -> Any:
     """Return the same tree with each `HostTensor` replaced by its array."""
     match tree:
         case HostTensor():

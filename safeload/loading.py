@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,7 +44,7 @@ def load(
     manifest: str | Path | bytes,
     trust: Trust,
     policy: str | Path | Policy = DEFAULT_POLICY,
-    shardings: Any = None,  # noqa: ANN401 - a pytree of shardings, or a function
+    shardings: Any = None,
     memory_budget: int | str | None = None,
     progress: Progress | None = None,
 ) -> Mapping[str, Any]:
@@ -82,7 +82,7 @@ def load(
     if shardings is None:
         return {path: arrays(value) for path, value in tree.items()}
     # The only late import: jax takes half a second to import and claims devices, which verifying must not.
-    from safeload.assembling import assemble  # noqa: PLC0415
+    from safeload.assembling import assemble
 
     assembled: Mapping[str, Any] = assemble(tree, shardings)
     return assembled
@@ -212,7 +212,7 @@ def sign(
         stream=model,
         revision=revision,
         version=version,
-        issued=datetime.now(timezone.utc),
+        issued=datetime.now(UTC),
         tool_version=__version__,
     )
     return sign_manifest(manifest, keys)
@@ -233,7 +233,9 @@ def _entry(file: FileReport, path: str, parameters: dict[str, str]) -> FileEntry
             globals=file.globals,
         )
     except ValueError as err:
-        raise ManifestError(Finding("bad-manifest", f"{escape(path)} cannot stand in a manifest: {escape(str(err))}")) from err
+        raise ManifestError(
+            Finding("bad-manifest", f"{escape(path)} cannot stand in a manifest: {escape(str(err))}")
+        ) from err
 
 
 def _role(kind: str, name: str) -> Literal["weights", "tokenizer", "config", "docs", "other"]:
@@ -253,7 +255,7 @@ def read_manifest(manifest: str | Path | bytes) -> tuple[bytes, str, frozenset[t
     if isinstance(manifest, bytes):
         return manifest, "manifest", frozenset()
     try:
-        with open(manifest, "rb") as file:
+        with Path(manifest).open("rb") as file:
             status = os.fstat(file.fileno())
             # One byte more than is allowed, so that the verifier sees that it is too long.
             return file.read(MAX_ENVELOPE_BYTES + 1), str(manifest), frozenset({(status.st_dev, status.st_ino)})

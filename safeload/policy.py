@@ -6,13 +6,15 @@ directory that is being checked, and no environment variable is consulted.
 
 from __future__ import annotations
 
+import json
+import operator
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
@@ -31,6 +33,9 @@ DottedName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(
 Reason = Annotated[str, StringConstraints(min_length=8, strip_whitespace=True)]
 DTypeName = Literal[tuple(DTYPE_ITEMSIZE)]  # type: ignore[valid-type] # one table of dtypes, not a second list
 Positive = Annotated[int, Field(gt=0)]
+Protocol = Annotated[int, Field(ge=0, le=5)]
+PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]*$")]
+Description = Annotated[str, StringConstraints(min_length=8)]
 
 
 class _Model(BaseModel):
@@ -74,7 +79,7 @@ class RecordRule(_Model):
 class PickleRules(_Model):
     """What a pickle may be made of."""
 
-    protocols: tuple[Annotated[int, Field(ge=0, le=5)], ...] = (2, 3, 4, 5)
+    protocols: tuple[Protocol, ...] = (2, 3, 4, 5)
     globals: tuple[AllowedGlobals, ...] = ()
     records: tuple[RecordRule, ...] = ()
 
@@ -139,17 +144,18 @@ class ShardRules(_Model):
 class Limits(_Model):
     """Upper bounds. None is ever taken from the input, and each is checked before the resource is used."""
 
-    max_operations: Positive = 20_000_000
+    max_operations: Positive = 10_000_000
     """Opcodes a file. A shard has about 60; a pickle of a million plain numbers about a million."""
     max_depth: Positive = 64
     """Containers within containers. Real checkpoints stay below 10; Python's own unpickler breaks near 1,000."""
-    max_memo_entries: Positive = 5_000_000
+    max_memo_entries: Positive = 4_000_000
     """Memo slots a file, about 100 bytes each. The C pickler makes one for each object."""
-    max_stack_items: Positive = 5_000_000
-    """Values on the stack a file, about 100 bytes each."""
+    max_stack_items: Positive = 1_000_000
+    """Values on the stack at one time, about 100 bytes each. Picklers write items in batches of a thousand; only a
+    tuple lies there whole."""
     max_inline_bytes: Positive = 256 * 1024 * 1024
-    """Bytes a file that must be decoded and cannot be pointed at: strings, and the escaped payloads of protocol
-    0 to 2. Modern pickles need a few hundred."""
+    """Bytes a file that are kept and not pointed at: strings, short byte strings, and the escaped payloads of
+    protocols 0 to 2. Modern shards need a few hundred."""
     max_values: Positive = 2_000_000
     """Leaves and containers of the result, counted once for each place they appear in, so that sharing
     cannot multiply them unseen."""
@@ -157,12 +163,88 @@ class Limits(_Model):
     """Size of a file that is no tensor, which is read whole to be checked. The largest tokenizers have 35 MB."""
 
 
-class Policy(_Model):
-    """A whole policy, as one file states it."""
+class PickleWidening(_Model):
+    """What a derived policy adds to its base's [pickle]."""
+
+    protocols: tuple[Protocol, ...] = ()
+    globals: tuple[AllowedGlobals, ...] = ()
+    records: tuple[RecordRule, ...] = ()
+
+
+class Widening(_Model):
+    """What a derived policy allows and its base does not: new entries, and limits that are larger."""
+
+    pickle: PickleWidening = PickleWidening()
+    files: FileRules = FileRules()
+    limits: Mapping[Identifier, Positive] = {}
+
+
+class PickleNarrowing(_Model):
+    """What a derived policy takes away from its base's [pickle]: protocols, `module.name`s, and records by name."""
+
+    protocols: tuple[Protocol, ...] = ()
+    globals: tuple[DottedName, ...] = ()
+    records: tuple[Identifier, ...] = ()
+
+
+class Narrowing(_Model):
+    """What a derived policy refuses and its base does not: entries taken away, smaller limits, rules for shards."""
+
+    pickle: PickleNarrowing = PickleNarrowing()
+    inert_patterns: tuple[str, ...] = ()
+    limits: Mapping[Identifier, Positive] = {}
+    shards: ShardRules | None = None
+
+
+class Derivation(_Model):
+    """A policy that is written as the difference to a shipped one. Nothing changes but what it says, either way."""
 
     version: Literal[1]
-    name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]*$")]
-    description: Annotated[str, StringConstraints(min_length=8)]
+    name: PolicyName
+    description: Description
+    extends: PolicyName
+    widen: Widening = Widening()
+    narrow: Narrowing = Narrowing()
+
+    def applied_to(self, base: Policy) -> Policy:
+        """Return the whole policy.
+
+        Raises:
+            ValueError: It adds what is there, takes away what is not, or moves a limit the wrong way.
+        """
+        narrow, widen = self.narrow, self.widen
+        pickle = PickleRules(
+            protocols=tuple(
+                sorted(_changed("protocol", base.pickle.protocols, widen.pickle.protocols, narrow.pickle.protocols))
+            ),
+            globals=(
+                *_without_globals(base.pickle.globals, narrow.pickle.globals),
+                *_new_globals(base.pickle, widen.pickle.globals),
+            ),
+            records=_changed(
+                "record", base.pickle.records, widen.pickle.records, narrow.pickle.records, key=lambda r: r.name
+            ),
+        )
+        if narrow.shards is not None and base.shards is not None:
+            raise ValueError(f"policy {base.name} has [shards] already; write a policy of its own to change them")
+        return Policy(
+            version=1,
+            name=self.name,
+            description=self.description,
+            formats=base.formats,
+            pickle=pickle,
+            files=FileRules(inert=(*_without_patterns(base.files.inert, narrow.inert_patterns), *widen.files.inert)),
+            shards=narrow.shards or base.shards,
+            limits=_moved_limits(base.limits, widen.limits, narrow.limits),
+        )
+
+
+class Policy(_Model):
+    """A whole policy: what one file states, or what a derived one comes to."""
+
+    version: Literal[1]
+    name: PolicyName
+    description: Description
     formats: FormatRules = FormatRules()
     pickle: PickleRules = PickleRules()
     files: FileRules = FileRules()
@@ -170,17 +252,17 @@ class Policy(_Model):
     limits: Limits = Limits()
 
     _source: str = ""
-    _sha256: str = ""
 
     @property
     def source(self) -> str:
         """Where the policy was read from: a shipped policy's name, or a path."""
         return self._source
 
-    @property
+    @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the policy file's bytes."""
-        return self._sha256
+        """SHA-256 of the resolved policy, as JSON with sorted keys: the same for files that differ in comments only."""
+        resolved = self.model_dump(mode="json")
+        return sha256_hex(json.dumps(resolved, sort_keys=True, separators=(",", ":")).encode())
 
     @model_validator(mode="after")
     def _shards_hold_what_is_declared(self) -> Policy:
@@ -203,7 +285,12 @@ class Policy(_Model):
         if len(text) > MAX_POLICY_BYTES:
             raise ConfigError(f"policy {escape(source)}: more than {MAX_POLICY_BYTES} bytes")
         try:
-            policy = cls.model_validate(_tuples(tomllib.loads(text.decode("utf-8"))))
+            table = _tuples(tomllib.loads(text.decode("utf-8")))
+            if isinstance(table, dict) and "extends" in table:
+                derivation = Derivation.model_validate(table)
+                policy = derivation.applied_to(load_policy(derivation.extends))
+            else:
+                policy = cls.model_validate(table)
         except ValidationError as err:
             problem = err.errors(include_url=False, include_context=False)[0]
             place = ".".join(str(part) for part in problem["loc"]) or "the file"
@@ -211,11 +298,103 @@ class Policy(_Model):
                 f"policy {escape(source)}: {escape(place)}: {escape(problem['msg'])}",
                 hint="see `safeload policy show numpy-quantized` for a complete, commented example",
             ) from err
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as err:
             raise ConfigError(f"policy {escape(source)}: not TOML: {escape(str(err))}") from err
+        except ValueError as err:
+            raise ConfigError(f"policy {escape(source)}: {escape(str(err))}") from err
         policy._source = source
-        policy._sha256 = sha256_hex(text)
         return policy
+
+    def additions_to(self, other: Policy) -> list[str]:
+        """Return what this policy allows and `other` does not, one sentence each; empty if it is nowhere wider."""
+        mine, theirs = self.pickle, other.pickle
+        added = [f"format {name}" for name in self.formats.allow if name not in other.formats.allow]
+        added += [f"pickle protocol {n}" for n in mine.protocols if n not in theirs.protocols]
+        added += [f"global {name}" for name in sorted(mine.global_names - theirs.global_names)]
+        for full, rule in mine.records_by_global.items():
+            known = theirs.records_by_global.get(full)
+            if known is None:
+                added.append(f"record {full}")
+            elif rule.fields.keys() != known.fields.keys():
+                added.append(f"record {full} with the fields {', '.join(rule.fields)}")
+            else:
+                for field, dtypes in rule.fields.items():
+                    added += [f"record {full}: {field} of {d}" for d in dtypes if d not in known.fields[field]]
+                if known.grouped_scales not in {None, rule.grouped_scales}:
+                    added.append(f"record {full}: scales that break its rule")
+        contents = {(p, entry.content) for entry in other.files.inert for p in entry.patterns}
+        added += [
+            f"files named {p} as {entry.content}"
+            for entry in self.files.inert
+            for p in entry.patterns
+            if (p, entry.content) not in contents
+        ]
+        if other.shards is not None and self.shards != other.shards:
+            added.append(f"shards other than {other.shards.name} with {' or '.join(other.shards.holds)}")
+        limits, bounds = self.limits.model_dump(), other.limits.model_dump()
+        return added + [
+            f"{name} = {limits[name]:,} (from {bounds[name]:,})" for name in limits if limits[name] > bounds[name]
+        ]
+
+    def to_toml(self) -> str:
+        """Return the resolved policy as a policy file."""
+        import tomli_w
+
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, by_alias=True))
+
+
+T = TypeVar("T")
+
+
+def _changed(
+    noun: str,
+    base: tuple[T, ...],
+    added: tuple[T, ...],
+    removed: tuple[object, ...],
+    key: Callable[[T], object] = lambda entry: entry,
+) -> tuple[T, ...]:
+    """Return `base` with entries added and removed, refusing to do either where it would change nothing."""
+    have = {key(entry) for entry in base}
+    for entry in added:
+        if key(entry) in have:
+            raise ValueError(f"widen: {noun} {key(entry)} is allowed by the base already")
+    for name in removed:
+        if name not in have:
+            raise ValueError(f"narrow: {noun} {name} is not allowed by the base")
+    return (*(entry for entry in base if key(entry) not in removed), *added)
+
+
+def _without_globals(base: tuple[AllowedGlobals, ...], removed: tuple[str, ...]) -> Iterator[AllowedGlobals]:
+    _changed("global", tuple(name for entry in base for name in entry.names), (), removed)
+    for entry in base:
+        left = tuple(name for name in entry.names if name not in removed)
+        if left:
+            yield entry.model_copy(update={"names": left})
+
+
+def _new_globals(base: PickleRules, added: tuple[AllowedGlobals, ...]) -> tuple[AllowedGlobals, ...]:
+    _changed("global", tuple(base.global_names), tuple(name for entry in added for name in entry.names), ())
+    return added
+
+
+def _without_patterns(base: tuple[InertFiles, ...], removed: tuple[str, ...]) -> Iterator[InertFiles]:
+    _changed("pattern", tuple(pattern for entry in base for pattern in entry.patterns), (), removed)
+    for entry in base:
+        left = tuple(pattern for pattern in entry.patterns if pattern not in removed)
+        if left:
+            yield entry.model_copy(update={"patterns": left})
+
+
+def _moved_limits(base: Limits, up: Mapping[str, int], down: Mapping[str, int]) -> Limits:
+    bounds = base.model_dump()
+    for table, limits, right_way in (("widen", up, operator.gt), ("narrow", down, operator.lt)):
+        for name, bound in limits.items():
+            if name not in bounds:
+                raise ValueError(f"{table}.limits: there is no limit {name}; known are {', '.join(bounds)}")
+            if not right_way(bound, base.model_dump()[name]):
+                raise ValueError(f"{table}.limits: {name} = {bound:,} does not {table} the base's {bounds[name]:,}")
+            bounds[name] = bound
+    return Limits(**bounds)
 
 
 def _tuples(value: object) -> object:

@@ -1,7 +1,7 @@
 """Records: the frozen classes that stand for the classes a policy declares as data.
 
-A record has exactly the declared fields and no behavior of the class that the file names. `assembling` registers every record
-class as a JAX pytree, so that a record's fields are leaves.
+A record has exactly the declared fields and no behavior of the class that the file names. `assembling` registers
+every record class as a JAX pytree, so that a record's fields are leaves.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def scan(
     """Describe files that nobody vouches for: what is in them, and every reason to refuse them.
 
     An accepted file holds nothing but what the policy allows; where it comes from, and whether it is complete, is
-    not known without a manifest. Payloads are jumped over, so time does not grow with their size, unless digests are asked
-    for: then each byte is read and hashed once.
+    not known without a manifest. Payloads are jumped over, so time does not grow with their size, unless digests are
+    asked for: then each byte is read and hashed once.
 
     Args:
         paths: Files and directories. A directory is walked whole, hidden files included; links below it are refused.
@@ -181,15 +181,8 @@ def _parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
         finding = Finding("format-not-supported", f"expected a pickle, found {kind.noun}", offset=0, hint=kind.advice)
         return kind.name, Parsed(refusal=PolicyError(finding))
     parsed = parse_pickle(source, policy)
-    if parsed.refusal is not None and parsed.refusal.findings[0].code == "unknown-opcode" and kind is None:
-        if parsed.refusal.findings[0].offset == 0:
-            finding = Finding(
-                "format-unknown",
-                f"expected a pickle, found a file of no known format that begins {source.read(0, 8)!r}",
-                offset=0,
-                hint="remove it; or, if it is plain data, admit its name by [[files.inert]] in the policy",
-            )
-            return "unknown", Parsed(refusal=PolicyError(finding))
+    if kind is None and parsed.refusal is not None and parsed.refusal.findings[0].code == "not-a-pickle":
+        return "unknown", parsed
     if "pickle" not in policy.formats.allow:
         finding = Finding(
             "format-not-allowed",
@@ -208,15 +201,21 @@ def _check_shard(name: str, parsed: Parsed, policy: Policy) -> Parsed:
     findings: list[Finding] = []
     hint = f"the rule is [shards] in policy {policy.name}"
     if not rules.fits(name):
-        findings.append(Finding("shard-name", f"expected a name that matches {rules.name}, found {name[:80]!r}", hint=hint))
+        findings.append(
+            Finding("shard-name", f"expected a name that matches {rules.name}, found {name[:80]!r}", hint=hint)
+        )
     value = parsed.value
     holds = "array" if isinstance(value, TensorSpec) else value.record if isinstance(value, RecordValue) else None
     if holds not in rules.holds:
         found = holds or f"a {type(value).__name__}"
-        findings.append(Finding("shard-content", f"expected one {' or '.join(rules.holds)}, found {found}", offset=0, hint=hint))
+        findings.append(
+            Finding("shard-content", f"expected one {' or '.join(rules.holds)}, found {found}", offset=0, hint=hint)
+        )
     elif isinstance(value, TensorSpec) and (value.dtype.name not in rules.array_dtypes or value.dtype.big_endian):
         expected = " or ".join(rules.array_dtypes)
-        findings.append(Finding("shard-dtype", f"expected an array of {expected}, found {value.dtype}", offset=0, hint=hint))
+        findings.append(
+            Finding("shard-dtype", f"expected an array of {expected}, found {value.dtype}", offset=0, hint=hint)
+        )
     return replace(parsed, refusal=PolicyError(*findings)) if findings else parsed
 
 
@@ -231,8 +230,8 @@ def _check_against(entry: FileEntry, kind: str, parsed: Parsed) -> Parsed:
         return parsed
     finding = Finding(
         "manifest-disagrees",
-        f"the manifest says {entry.format} with {len(entry.tensors)} tensor(s), the file is {kind} with {len(parsed.tensors)}; "
-        "or their types, places or globals differ",
+        f"the manifest says {entry.format} with {len(entry.tensors)} tensor(s), the file is {kind} with "
+        f"{len(parsed.tensors)}; or their types, places or globals differ",
         hint="the bytes are those that were signed, so the manifest was made by other rules; sign the directory again",
     )
     return replace(parsed, refusal=PolicyError(finding))
@@ -241,7 +240,16 @@ def _check_against(entry: FileEntry, kind: str, parsed: Parsed) -> Parsed:
 def _facts(spec: TensorSpec) -> tuple[object, ...]:
     extent = spec.extent
     inline = extent.inline is not None
-    return spec.name, spec.dtype.name, spec.dtype.big_endian, spec.shape, spec.order, extent.offset, extent.nbytes, inline
+    return (
+        spec.name,
+        spec.dtype.name,
+        spec.dtype.big_endian,
+        spec.shape,
+        spec.order,
+        extent.offset,
+        extent.nbytes,
+        inline,
+    )
 
 
 def _signed_facts(tensor: ManifestTensor) -> tuple[object, ...]:
@@ -349,7 +357,7 @@ def _with_digest(spec: TensorSpec, fd: int, source: _FileBytes, job: _Job) -> Te
     extent = spec.extent
     if extent.inline is None and spec.is_canonical:
         return replace(spec, sha256=source.digests[extent.offset])
-    from safeload.canonical import canonical_bytes  # noqa: PLC0415 - needs numpy, which a plain scan must not load
+    from safeload.canonical import canonical_bytes
 
     data: bytes | memoryview
     if extent.inline is not None:
@@ -389,12 +397,12 @@ def _run(
                 progress("scanning", done, total)
 
     order: Iterable[int] = range(len(jobs))
-    if not parallel or len(jobs) < 2:  # noqa: PLR2004 - one file has nothing to be parallel to
+    if not parallel or len(jobs) < 2:
         for index in order:
             one(index)
     else:
-        # Hashing leaves the interpreter's lock, so as many threads as cores; the largest first, so that no core is left with one big
-        # file at the end.
+        # Hashing leaves the interpreter's lock, so as many threads as cores; the largest first, so that no core is
+        # left with one big file at the end.
         order = sorted(order, key=lambda index: -jobs[index].size)
         pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         try:

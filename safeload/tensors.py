@@ -119,7 +119,10 @@ class RecordValue:
     fields: Mapping[str, Value]
 
 
-Value: TypeAlias = "None | bool | int | float | str | Extent | list[Value] | tuple[Value, ...] | dict[str | int | float | bool | None, Value] | TensorSpec | RecordValue"  # noqa: E501 - one grammar, one line
+Value: TypeAlias = (
+    "bool | int | float | str | Extent | list[Value] | tuple[Value, ...] | dict[str | int | float | None, Value]"
+    " | TensorSpec | RecordValue | None"
+)
 """What a file holds: plain data whose leaves may be tensors and records. Acyclic, and only of exactly these types."""
 
 

@@ -1,4 +1,4 @@
-"""Parsers: bytes in, facts out. A parser builds no object of the file's choosing and never imports a name that it reads.
+"""Parsers: bytes in, facts out. A parser builds nothing of the file's choosing and imports no name that it reads.
 
 Each format module has one function that takes a `Source` and a `Policy` and returns `Parsed`. It raises nothing
 for bad input: a refusal is part of what it returns, beside everything that was learned before.

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from safeload.errors import Finding, FormatError
 from safeload.formats.pickles.symbols import (
@@ -22,12 +22,19 @@ from safeload.formats.pickles.symbols import (
 )
 from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE, DType, Extent
 
-MAX_DIMENSIONS = 64
-"""numpy's own bound since 2.0 (32 before)."""
+MAX_DIMENSIONS = 32
+"""numpy's own bound up to 1.26; 64 since 2.0, which no tensor needs."""
+
+MAX_ARRAY_BYTES = (1 << 63) - 1
+"""numpy counts an array's bytes in a signed 64-bit integer, and leaves dimensions of zero out when it does."""
 
 _NUMERIC_CODES: Mapping[str, str] = {
     "b1": "bool",
-    **{f"{letter}{bits // 8}": f"{kind}{bits}" for letter, kind in (("i", "int"), ("u", "uint")) for bits in (8, 16, 32, 64)},
+    **{
+        f"{letter}{bits // 8}": f"{kind}{bits}"
+        for letter, kind in (("i", "int"), ("u", "uint"))
+        for bits in (8, 16, 32, 64)
+    },
     **{f"f{bits // 8}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"c{bits // 8}": f"complex{bits}" for bits in (64, 128)},
 }
@@ -38,7 +45,7 @@ _ML_FLAGS = frozenset({64, 80})
 (NPY_USE_GETITEM and NPY_NEEDS_PYAPI) says nothing about the bytes."""
 
 
-def refuse(code: str, message: str, offset: int, hint: str | None = None) -> NoReturn:
+def refuse(code: str, message: str, offset: int | None, hint: str | None = None) -> NoReturn:
     """Raise a `FormatError` with one finding at `offset`."""
     raise FormatError(Finding(code, message, offset=offset, hint=hint))
 
@@ -51,9 +58,9 @@ def describe(value: object) -> str:
         case Payload():
             return f"{value.kind} of {value.extent.nbytes} bytes"
         case PendingDType():
-            return "a dtype"
+            return f"a dtype {value.name}"
         case PendingArray():
-            return "an array"
+            return "an array" if value.dtype is None else f"an array of {value.dtype}, shape {list(value.shape)}"
         case PendingRecord():
             return f"a {value.rule.name}"
         case None | bool():
@@ -83,6 +90,7 @@ def _is_int(value: object, wanted: int) -> bool:
 
 
 def _shape(value: object, offset: int) -> tuple[int, ...]:
+    """Return a shape whose every dimension is an integer that numpy can count with."""
     if type(value) is not tuple:
         refuse("bad-shape", f"a shape must be a tuple of integers, found {describe(value)}", offset)
     if len(value) > MAX_DIMENSIONS:
@@ -93,46 +101,50 @@ def _shape(value: object, offset: int) -> tuple[int, ...]:
     return value
 
 
-def _complete(array: PendingArray, dtype: object, shape: tuple[int, ...], order: object, payload: object, offset: int) -> None:
+def _complete(
+    array: PendingArray, dtype: object, shape: object, payload: object, offset: int, *, order: Literal["C", "F"] = "C"
+) -> None:
     """Give `array` its state, after checking that the payload holds exactly what dtype and shape say."""
+    lengths = _shape(shape, offset)
     if array.extent is not None:
         refuse("state-twice", "an array's state is set once, found a second BUILD", offset)
     if type(dtype) is not PendingDType or dtype.dtype is None:
         refuse("bad-dtype", f"an array needs a dtype with its state, found {describe(dtype)}", offset)
     if type(payload) is not Payload:
         refuse("bad-payload", f"an array's data must be bytes, found {describe(payload)}", offset)
-    # Both factors are bounded (63 bits a dimension, 64 of them), so the product is a Python integer of some
-    # hundred bytes at most: nothing overflows, and nothing is allocated from it.
-    nbytes = math.prod(shape) * dtype.dtype.itemsize
+    # Dimensions and their number are bounded, so the product is an integer of some hundred bytes at most: nothing
+    # overflows here, and nothing is allocated from it.
+    itemsize = dtype.dtype.itemsize
+    if math.prod(n or 1 for n in lengths) * itemsize > MAX_ARRAY_BYTES:
+        refuse("bad-shape", f"an array has at most 2**63 - 1 bytes, found the shape {lengths} of {dtype.dtype}", offset)
+    nbytes = math.prod(lengths) * itemsize
     if payload.extent.nbytes != nbytes:
-        wanted = str(nbytes) if nbytes < 1 << 64 else "more than 2**64"
         refuse(
             "payload-size",
-            f"shape and dtype {dtype.dtype} need {wanted} bytes, the payload has {payload.extent.nbytes}",
+            f"shape and dtype {dtype.dtype} need {nbytes} bytes, the payload has {payload.extent.nbytes}",
             offset,
         )
-    array.dtype, array.shape, array.extent = dtype.dtype, shape, payload.extent
-    array.order = "F" if order else "C"
+    array.dtype, array.shape, array.order, array.extent = dtype.dtype, lengths, order, payload.extent
 
 
 def _reconstruct(args: tuple[object, ...], offset: int) -> PendingArray:
-    """`_reconstruct(ndarray, (0,), b"b")`: an empty array, whose state follows by BUILD (numpy `array_reduce`)."""
+    """`_reconstruct(ndarray, (0,), b"b")`: an empty array whose state follows by BUILD (numpy `array_reduce`)."""
     match args:
-        case (Global(module="numpy", name="ndarray"), (size,), Payload(head=b"b", kind="bytes" | "str")) if _is_int(size, 0):
-            return PendingArray(offset)
-        case _:
-            refuse("bad-arguments", "_reconstruct takes exactly (numpy.ndarray, (0,), b'b')", offset)
+        case (Global(module="numpy", name="ndarray"), tuple(shape), Payload(head=b"b", kind="bytes" | "str")):
+            if len(shape) == 1 and _is_int(shape[0], 0):
+                return PendingArray(offset)
+    refuse("bad-arguments", "_reconstruct takes exactly (numpy.ndarray, (0,), b'b')", offset)
 
 
 def _frombuffer(args: tuple[object, ...], offset: int) -> PendingArray:
-    """`_frombuffer(bytes, dtype, shape, order)`: how protocol 5 writes a contiguous array (numpy `_core/numeric.py`)."""
+    """`_frombuffer(bytes, dtype, shape, order)`: an array in protocol 5 (numpy `_core/numeric.py`)."""
     if len(args) != 4 or args[3] not in {"C", "F"} or type(args[3]) is not str:
         refuse("bad-arguments", "_frombuffer takes exactly (bytes, dtype, shape, 'C' or 'F')", offset)
     payload, dtype, shape, order = args
     if type(payload) is Payload and payload.kind == "str":
         refuse("bad-payload", "_frombuffer takes bytes, found a Python 2 string", offset)
     array = PendingArray(offset)
-    _complete(array, dtype, _shape(shape, offset), order == "F", payload, offset)
+    _complete(array, dtype, shape, payload, offset, order="F" if order == "F" else "C")
     return array
 
 
@@ -144,7 +156,7 @@ def _scalar(args: tuple[object, ...], offset: int) -> PendingArray:
     if type(payload) is Payload and payload.kind == "bytearray":
         refuse("bad-payload", "scalar takes bytes, found a bytearray", offset)
     array = PendingArray(offset)
-    _complete(array, dtype, (), False, payload, offset)
+    _complete(array, dtype, (), payload, offset)
     return array
 
 
@@ -217,7 +229,12 @@ def _jax_array(args: tuple[object, ...], offset: int) -> PendingArray:
     Source: jax `_src/array.py`. `function` and `arguments` are those of the wrapped array's own `__reduce__`.
     """
     match args:
-        case (Global(name="_reconstruct", module="numpy.core.multiarray" | "numpy._core.multiarray"), tuple() as inner, tuple() as state, dict() as aval):
+        case (
+            Global(name="_reconstruct", module="numpy.core.multiarray" | "numpy._core.multiarray"),
+            tuple() as inner,
+            tuple() as state,
+            dict() as aval,
+        ):
             pass
         case _:
             refuse("bad-arguments", "a jax array is written as (_reconstruct, arguments, state, aval state)", offset)
@@ -237,7 +254,7 @@ def build_array(array: PendingArray, state: object, offset: int) -> None:
     _, shape, dtype, is_fortran, payload = state
     if type(payload) is Payload and payload.kind == "bytearray":
         refuse("bad-payload", "an array's state holds bytes, found a bytearray", offset)
-    _complete(array, dtype, _shape(shape, offset), is_fortran, payload, offset)
+    _complete(array, dtype, shape, payload, offset, order="F" if is_fortran else "C")
 
 
 def build_dtype(dtype: PendingDType, state: object, offset: int) -> None:

@@ -1,15 +1,15 @@
 """The pickle machine: runs a pickle on symbols, and says where its tensors lie.
 
-It decides all 68 opcodes of protocols 0 to 5. It executes the stack and the memo exactly, so the global that is judged is the
-global that `pickle.load` would resolve; but it imports nothing, calls nothing and builds no object of the file's
-choosing. Payloads are jumped over, not read. It is the only pickle reader of safeload, so no second reader can disagree with it.
+It decides all 68 opcodes of protocols 0 to 5. It executes the stack and the memo exactly, so the global that is
+judged is the global that `pickle.load` would resolve; but it imports nothing, calls nothing and builds no object of
+the file's choosing. Payloads are jumped over, not read. It is the only pickle reader of safeload, so there is no second
+one to disagree with it.
 
 Time is linear in the number of opcodes, memory is bounded by the policy's limits, whatever the bytes are.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import struct
 from collections.abc import Callable
@@ -49,6 +49,9 @@ HEAD_BYTES = 256
 MAX_NAME_CHARACTERS = 512
 """Length of a module or class name. The longest allowed one has 45."""
 
+MAX_FINDINGS = 64
+"""Findings a file after which it is not looked at further: its author could make any number of them."""
+
 MAX_INTEGER_BYTES = 32
 """Size of an integer: 256 bits, twice what the largest honest one (a random generator's state) has."""
 
@@ -61,7 +64,9 @@ _NO_FRAME = 1 << 64
 _DECIMAL = re.compile(rb"(?:-?[1-9][0-9]{0,77}|0)")
 _FLOAT = re.compile(rb"(?:-?[0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|-?inf|nan)")
 # What `repr` of a Python 2 string writes. Other escapes mean different things to different versions.
-_QUOTED = re.compile(rb"""'((?:[^\\'\n]|\\[\\'"nrtabfv]|\\x[0-9a-f]{2})*)'|"((?:[^\\"\n]|\\[\\'"nrtabfv]|\\x[0-9a-f]{2})*)\"""")
+_QUOTED = re.compile(
+    rb"""'((?:[^\\'\n]|\\[\\'"nrtabfv]|\\x[0-9a-f]{2})*)'|"((?:[^\\"\n]|\\[\\'"nrtabfv]|\\x[0-9a-f]{2})*)\""""
+)
 _ESCAPE = re.compile(rb"\\(x..|.)")
 _ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
 
@@ -173,8 +178,11 @@ class Machine:
             return str(self._take(nbytes), "utf-8")
         except UnicodeDecodeError as err:
             raise FormatError(
-                Finding("not-utf-8", f"a string must be UTF-8, found byte {err.object[err.start]:#04x} at its byte {err.start}",
-                        offset=self._start)
+                Finding(
+                    "not-utf-8",
+                    f"a string must be UTF-8, found byte {err.object[err.start]:#04x} at its byte {err.start}",
+                    offset=self._start,
+                )
             ) from err
 
     def _payload(self, nbytes: int, kind: str) -> None:
@@ -183,6 +191,7 @@ class Machine:
             self._refill(nbytes)  # raises: there are not so many bytes
         self.source.payload(here, nbytes)
         if nbytes <= HEAD_BYTES:
+            self._inline(nbytes)
             self._push(Payload(Extent(here, nbytes), kind, self._take(nbytes)))  # type: ignore[arg-type] # one of three
             return
         self._push(Payload(Extent(here, nbytes), kind, None))  # type: ignore[arg-type] # one of three
@@ -220,7 +229,7 @@ class Machine:
         Raises:
             RejectedError: The bytes are no well-formed pickle of allowed opcodes, or exceed a limit.
         """
-        handlers = _HANDLERS[self._header()]
+        handlers = self._handlers(self._header())
         for _ in range(self._limits.max_operations):
             at = self._at
             self._start = start = self._base + at
@@ -234,7 +243,10 @@ class Machine:
             if handler is None:  # STOP
                 return self._stop()
             handler(self)
-        self._limit("max_operations", f"more than {self._limits.max_operations:,} opcodes")
+        return self._limit("max_operations", f"more than {self._limits.max_operations:,} opcodes")
+
+    def _handlers(self, newest: int) -> tuple[_Handler | None, ...]:
+        return _HANDLERS[newest]
 
     def _header(self) -> int:
         """Read PROTO, where there is one, and return the newest protocol whose opcodes may follow."""
@@ -289,6 +301,12 @@ class Machine:
 
     def _not_an_opcode(self) -> None:
         byte = self._window[self._at - 1]
+        if self._start == 0:
+            self._fail(
+                "not-a-pickle",
+                f"expected a pickle, found a file that begins {self._window[:8]!r}",
+                "remove it; or, if it is plain data, admit its name by [[files.inert]] in the policy",
+            )
         self._fail("unknown-opcode", f"expected a pickle opcode, found byte {byte:#04x}")
 
     def _too_new(self) -> None:
@@ -336,6 +354,9 @@ class Machine:
             self._stack.pop()
         else:
             self._pop_mark()
+
+    def _drop_mark(self) -> None:
+        self._pop_mark()
 
     def _dup(self) -> None:
         self._push(self._top())
@@ -564,9 +585,7 @@ class Machine:
         name = self._pop()
         module = self._pop()
         if type(module) is not str or type(name) is not str:
-            self._fail(
-                "bad-global", f"a global is named by two strings, found {describe(module)} and {describe(name)}"
-            )
+            self._fail("bad-global", f"a global is named by two strings, found {describe(module)} and {describe(name)}")
         self._push(self._resolve(module, name))
 
     def _resolve(self, module: str, name: str) -> Global | Refused:
@@ -592,6 +611,8 @@ class Machine:
         elif known is not None:
             hint = f'a policy can allow it: [[pickle.globals]] names = ["{full}"] with a reason'
         else:
+            import difflib
+
             close = difflib.get_close_matches(
                 full[:100], [*self._rules.global_names, *self._rules.records_by_global], n=1, cutoff=0.75
             )
@@ -609,6 +630,10 @@ class Machine:
                 hint=hint,
             )
         )
+        if len(self.findings) >= MAX_FINDINGS:
+            self._fail(
+                "too-many-findings", f"{MAX_FINDINGS} findings are enough; the rest of the file was not looked at"
+            )
         return REFUSED
 
     def _reduce(self) -> None:
@@ -627,7 +652,10 @@ class Machine:
         if function.record is not None:
             record = PendingRecord(function.record, self._start)
             if len(args) != len(function.record.fields):
-                self._fail("bad-arguments", f"{function.name} takes its {len(function.record.fields)} fields, found {len(args)}")
+                self._fail(
+                    "bad-arguments",
+                    f"{function.name} takes its {len(function.record.fields)} fields, found {len(args)}",
+                )
             build_record(record, dict(zip(function.record.fields, args, strict=True)), self._start)
             self._push(record)
             return
@@ -658,14 +686,16 @@ class Machine:
         elif type(target) is PendingRecord:
             build_record(target, state, self._start)
         else:
-            self._fail("bad-build", f"expected an array, a dtype or a record to give a state to, found {describe(target)}")
+            self._fail(
+                "bad-build", f"expected an array, a dtype or a record to give a state to, found {describe(target)}"
+            )
 
 
 _PROTO = 0x80
 
 _METHODS: dict[str, _Handler] = {
     "POP": Machine._pop_value,
-    "POP_MARK": lambda machine: machine._pop_mark() and None,
+    "POP_MARK": Machine._drop_mark,
     "PUT": Machine._put_line,
     "GET": Machine._get_line,
     **{
@@ -692,18 +722,19 @@ def _handlers(newest: int) -> tuple[_Handler | None, ...]:
 _HANDLERS = {newest: _handlers(newest) for newest in range(6)}
 
 
-def parse_pickle(source: Source, policy: Policy) -> Parsed:
+def parse_pickle(source: Source, policy: Policy, *, machine: Machine | None = None) -> Parsed:
     """Say what tensors a pickle holds and where they lie, or why it is refused.
 
     The claim: for any bytes, either the result carries a refusal, or `pickle.load` would give the same value with
-    bit-identical arrays (numpy scalars and jax arrays are read as the numpy arrays that they hold). Nothing is imported, nothing is
-    called, and time and memory stay within the policy's limits.
+    bit-identical arrays (numpy scalars and jax arrays are read as the numpy arrays that they hold). Nothing is
+    imported, nothing is called, and time and memory stay within the policy's limits.
 
     Args:
         source: The file's bytes.
         policy: Which globals, records and protocols are allowed, and the limits.
+        machine: What runs it, made of the same two; None for the plain one.
     """
-    machine = Machine(source, policy)
+    machine = machine or Machine(source, policy)
     value = None
     results = Results(policy)
     error: RejectedError | None = None

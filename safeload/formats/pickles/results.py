@@ -10,6 +10,10 @@ from safeload.formats.pickles.symbols import OrderedMapping, Payload, PendingArr
 from safeload.policy import Policy, RecordRule
 from safeload.tensors import RecordValue, TensorSpec, Value
 
+MAX_NAME_CHARACTERS = 1024
+"""Length of a tensor's name, all its components joined: some ten times that of the longest honest one. Without a
+bound a long key would be copied into the name of every tensor below it."""
+
 
 class Results:
     """One conversion. `tensors` fills up in stored order."""
@@ -37,13 +41,15 @@ class Results:
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            refuse("ambiguous-name", f"each tensor has a name of its own, found {twice[:80]!r} twice", 0)
+            refuse("ambiguous-name", f"each tensor has a name of its own, found {twice[:80]!r} twice", None)
         return value
 
     def _value(self, value: object) -> Value:
         self._n_values += 1
         if self._n_values > self._policy.limits.max_values:
-            self._limit("max_values", f"more than {self._policy.limits.max_values:,} values, shared ones counted each time")
+            self._limit(
+                "max_values", f"more than {self._policy.limits.max_values:,} values, shared ones counted each time"
+            )
         kind = type(value)
         if value is None or kind is bool or kind is int or kind is float or kind is str:
             return value  # type: ignore[return-value] # narrowed by exact type
@@ -53,11 +59,12 @@ class Results:
             return self._bytes(value)  # type: ignore[arg-type]
         if kind in {list, tuple, dict, OrderedMapping, PendingRecord}:
             return self._container(value)
-        refuse("not-data", f"expected plain data, arrays and declared records, found {describe(value)}", 0)
+        return refuse("not-data", f"expected plain data, arrays and declared records, found {describe(value)}", None)
 
     def _container(self, value: object) -> Value:
         if id(value) in self._open:
-            refuse("cycle", f"a container may not contain itself, found one at {self._name()!r}", 0)
+            where = "/".join(self._path)[:80]
+            refuse("cycle", f"a container may not contain itself, found one at {where!r}", None)
         if len(self._open) >= self._policy.limits.max_depth:
             self._limit("max_depth", f"containers nested more than {self._policy.limits.max_depth} deep")
         self._open.add(id(value))
@@ -78,13 +85,20 @@ class Results:
         self._path.pop()
         return converted
 
-    def _name(self) -> str:
-        return "/".join(self._path)
+    def _name(self, array: PendingArray) -> str:
+        name = "/".join(self._path)
+        if len(name) > MAX_NAME_CHARACTERS:
+            refuse(
+                "name-too-long",
+                f"a tensor's name has at most {MAX_NAME_CHARACTERS} characters, found {len(name)}",
+                array.offset,
+            )
+        return name
 
     def _tensor(self, array: PendingArray) -> TensorSpec:
         if array.extent is None or array.dtype is None:
             refuse("incomplete-array", "an array must get its state by BUILD, found none", array.offset)
-        spec = TensorSpec(self._name(), array.dtype, array.shape, array.order, array.extent)
+        spec = TensorSpec(self._name(array), array.dtype, array.shape, array.order, array.extent)
         self.tensors.append(spec)
         return spec
 
@@ -93,8 +107,13 @@ class Results:
             return payload.extent
         text = short_text(payload)
         if text is None:
-            refuse("not-data", f"expected ASCII text, found a Python 2 {payload.kind} of {payload.extent.nbytes} bytes"
-                   if payload.kind == "str" else "expected plain data, found a bytearray", payload.extent.offset)
+            refuse(
+                "not-data",
+                f"expected ASCII text, found a Python 2 {payload.kind} of {payload.extent.nbytes} bytes"
+                if payload.kind == "str"
+                else "expected plain data, found a bytearray",
+                payload.extent.offset,
+            )
         return text
 
     def _record(self, record: PendingRecord) -> RecordValue:
@@ -142,5 +161,9 @@ class Results:
 
     def _limit(self, name: str, asked: str) -> NoReturn:
         raise LimitError(
-            Finding("limit-exceeded", asked, hint=f"an honest file that needs more can be admitted by `{name}` under [limits] in the policy")
+            Finding(
+                "limit-exceeded",
+                asked,
+                hint=f"an honest file that needs more can be admitted by `{name}` under [limits] in the policy",
+            )
         )

@@ -1,4 +1,4 @@
-"""What lies on the pickle machine's stack, beside plain Python values: symbols, which stand for objects and are none."""
+"""What lies on the pickle machine's stack beside plain values: symbols, which stand for objects and are none."""
 
 from __future__ import annotations
 

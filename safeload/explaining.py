@@ -1,0 +1,102 @@
+"""Explain: what one pickle does, opcode by opcode, with the decision on each. For people; never part of a verdict."""
+
+from __future__ import annotations
+
+import ast
+import os
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from safeload.errors import ConfigError, escape
+from safeload.files import Root, StreamSource
+from safeload.formats import Source
+from safeload.formats.detection import HEAD_BYTES, detect
+from safeload.formats.pickles import parse_pickle
+from safeload.formats.pickles.tracing import Step, TracingMachine
+from safeload.policy import DEFAULT_POLICY, Policy, load_policy
+from safeload.report import FileReport
+from safeload.scanning import scan
+
+MAX_DECOMPILED_BYTES = 4 * 1024 * 1024
+"""Size of a file that fickling is given: it reads a file whole, and takes about 26 microseconds an opcode."""
+
+MAX_STEPS = 10_000
+"""Steps that are kept. A shard has about 60; whoever needs more than this needs no page of text."""
+
+MAX_DECOMPILED_LINES = 40
+"""Lines of the decompiled program that are kept: enough to see what it is after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What one file holds and does.
+
+    Attributes:
+        report: Its verdict, findings, globals and tensors, as `scan` gives them.
+        steps: The opcodes that were run, up to the end or to where the run was refused; at most `MAX_STEPS`.
+        n_steps: How many there were.
+        program: What the pickle would have run, as Python source (from fickling), or why that is not known.
+        has_program: Whether `program` is source.
+    """
+
+    report: FileReport
+    steps: tuple[Step, ...]
+    n_steps: int
+    program: str
+    has_program: bool
+
+
+def explain(path: str | Path, *, policy: str | Path | Policy = DEFAULT_POLICY) -> Explanation:
+    """Show what one file does, without doing it; never fails on a broken file, but shows how far it got.
+
+    Args:
+        path: The file.
+        policy: What is allowed.
+
+    Raises:
+        ConfigError: The path is no file, or the policy is not valid.
+        StagingError: The file cannot be read.
+    """
+    rules = load_policy(policy)
+    if not Path(path).is_file():
+        raise ConfigError(f"{escape(str(path))} is no file", hint="name one file")
+    report = scan(path, policy=rules).files[0]
+    steps: list[Step] = []
+    n_steps = 0
+
+    def keep(step: Step) -> None:
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps <= MAX_STEPS:
+            steps.append(step)
+
+    target = Path(os.path.realpath(path))
+    with Root(target.parent) as root, StreamSource(root.open(target.name), str(path)) as stream:
+        kind = detect(stream.read(0, HEAD_BYTES), stream.size)
+        if kind is not None and kind.name != "pickle":
+            return Explanation(report, (), 0, f"it is {kind.noun}, and no pickle", has_program=False)
+        parsed = parse_pickle(stream, rules, machine=TracingMachine(stream, rules, keep))
+        if report.format in {"pickle", "unknown"}:
+            report = replace(report, globals=parsed.globals)
+        program, has_program = _decompile(stream)
+    return Explanation(report, tuple(steps), n_steps, program, has_program)
+
+
+def _decompile(source: Source) -> tuple[str, bool]:
+    """Return the pickle as a Python program, or why there is none, and which of the two it is. Runs nothing of it."""
+    try:
+        from fickling.fickle import Pickled
+    except ImportError:
+        return "fickling is not installed: pip install 'safeload[explain]'", False
+    if source.size > MAX_DECOMPILED_BYTES:
+        return f"the file has more than {MAX_DECOMPILED_BYTES:,} bytes, which fickling would read whole", False
+    try:
+        program = Pickled.load(source.read(0, source.size)).ast
+        lines = ast.unparse(program).splitlines()
+    except Exception as err:  # noqa: BLE001 - a foreign parser on hostile bytes: whatever it raises, we only lose this view
+        return f"fickling cannot read it: {escape(str(err)) or type(err).__name__}", False
+    # The lines are Python source, whose own backslashes are to be read as such.
+    shown = [escape(line).replace("\\\\", "\\") for line in islice(lines, MAX_DECOMPILED_LINES)]
+    more = [f"# ... and {len(lines) - MAX_DECOMPILED_LINES} more line(s)"] if len(lines) > MAX_DECOMPILED_LINES else []
+    return "\n".join([*shown, *more]), True
