@@ -1,0 +1,55 @@
+# Every task, as CI runs it. `make` lists them.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed.stamp
+
+# The first interpreter that runs, is new enough and can make an environment. Asking each by running it, because a
+# version manager's shim can exist and fail. `make PYTHON=/path/to/python` overrides it.
+CANDIDATES := python3.13 python3.12 python3.11 python3
+PROBE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in $(CANDIDATES); do if $$p -c '$(PROBE)' >/dev/null 2>&1; then echo $$p; break; fi; done)
+
+# Test processes. Two keep a small machine busy without starving the tests that start processes of their own.
+JOBS ?= 2
+# How long `make fuzz` runs, in seconds.
+FUZZ_SECONDS ?= 60
+
+.DEFAULT_GOAL := help
+.PHONY: help $(VENV) demo test lint bench fuzz clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[^#[:space:]].*:.*## / {sub(/\$$\(VENV\)/, "$(VENV)", $$1); printf "%-8s %s\n", $$1, $$2}' \
+	  $(firstword $(MAKEFILE_LIST))
+
+$(VENV): $(STAMP) ## make the environment with everything for development (PYTHON=... chooses the interpreter)
+
+$(STAMP): pyproject.toml
+	@"$(PYTHON)" -c '$(PROBE)' >/dev/null 2>&1 || { \
+	  echo "make: '$(PYTHON)' is no Python >= 3.11 with venv; say which: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## sign a small checkpoint, load it, then try to cheat
+	@$(BIN)/safeload demo
+
+test: $(STAMP) ## run every test but the fuzzers
+	$(BIN)/python -m pytest -q -m 'not fuzz' -n $(JOBS) --dist loadfile --hypothesis-profile ci
+
+lint: $(STAMP) ## check style, types and who imports whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## run every benchmark; each prints one table
+	@set -e; for f in benchmarks/bench_*.py; do \
+	  echo "== $$f"; $(BIN)/python -m "benchmarks.$$(basename "$$f" .py)"; done
+
+fuzz: $(STAMP) ## feed damaged and random bytes to the parsers for FUZZ_SECONDS
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q -m fuzz tests/fuzz
+
+clean: ## remove the environment and everything that was made
+	rm -rf $(VENV) build dist .coverage* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
