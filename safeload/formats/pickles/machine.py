@@ -620,7 +620,7 @@ class Machine:
                 f"the nearest that policy {self.policy.name} allows is {close[0]}; if this is a class of plain fields, "
                 "a policy can declare it under [[pickle.records]]"
                 if close
-                else "safeload never imports anything; a class of plain fields can be declared under [[pickle.records]]"
+                else "to see what the file would do, without running it: safeload explain FILE"
             )
         self.findings.append(
             Finding(
