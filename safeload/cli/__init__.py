@@ -1,0 +1,137 @@
+"""The command. The only code that prints; it decides nothing.
+
+Exit codes: 0 accepted, 1 rejected, 2 no verdict. The last line on stdout is the verdict; `--json` prints one object.
+Every command imports what it needs when it runs, so that `--help` and `scan` start without numpy, jax and cryptography.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+import typer.main
+
+from safeload import __version__
+from safeload.cli import checkpoints, demo, keys, policies
+from safeload.cli.output import Output, flush
+from safeload.errors import OperationalError, RejectedError, escape
+
+_EPILOG = """\
+Exit codes: 0 accepted, 1 rejected, 2 no verdict (wrong usage, unreadable configuration, no room).
+See `safeload demo` for the whole story in a few seconds."""
+
+app = typer.Typer(
+    name="safeload",
+    help="Verify a model checkpoint, then load exactly the verified bytes into JAX.",
+    epilog=_EPILOG,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+app.command()(keys.keygen)
+app.command()(checkpoints.sign)
+app.command()(checkpoints.verify)
+app.command()(checkpoints.scan)
+app.command()(checkpoints.inspect)
+app.command()(checkpoints.load)
+app.add_typer(policies.app, name="policy")
+app.command()(demo.demo)
+
+
+def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value
+    if asked:
+        Output().line(f"safeload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("-V", "--version", help="print the version", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code. Never raises.
+
+    Args:
+        argv: The arguments; those of the process where None.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    out = Output(json="--json" in options, verbose="--verbose" in options or "-v" in options)
+    try:
+        code = _run(arguments, out)
+        flush()
+    except OperationalError as err:
+        # Only stdout itself can fail here (a full disk behind `>`): whatever was found, nobody has read it.
+        code = _complain(out, err)
+    return code
+
+
+def _run(arguments: list[str], out: Output) -> int:
+    try:
+        # Not `app()`: that turns an interrupt into exit code 130 and a broken pipe into 1, which is a verdict here.
+        command = typer.main.get_command(app)
+        with command.make_context("safeload", arguments) as context:
+            return int(command.invoke(context) or 0)
+    except RejectedError as err:
+        return out.rejected(err)
+    except OperationalError as err:
+        return out.no_verdict(_code(err), err.message, hint=err.hint)
+    except typer.Exit as err:
+        return err.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        out.note("safeload: interrupted")
+        if out.json:
+            out.object({"schema": 1, "verdict": "none", "files": [], "findings": [_INTERRUPTED]})
+        return OperationalError.exit_code
+    except SystemExit as err:
+        return 0 if not err.code else OperationalError.exit_code
+    except MemoryError:
+        return out.no_verdict("out-of-memory", "there is not enough memory", hint="set or lower --memory-budget")
+    except Exception as err:  # noqa: BLE001 - Python's own exit code for it is 1, which would read as a verdict
+        if hasattr(err, "format_message"):  # What typer raises for wrong usage; where its class lies has changed.
+            return _usage_error(out, err)
+        if out.verbose:
+            out.note(traceback.format_exc())
+        what = f"{type(err).__name__}: {escape(str(err))}" if str(err) else type(err).__name__
+        return out.no_verdict("unexpected", f"unexpected {what}; please report", hint="--verbose shows where")
+
+
+_INTERRUPTED = {"code": "interrupted", "message": "the run was interrupted", "offset": None, "hint": None}
+
+
+def _complain(out: Output, err: OperationalError) -> int:
+    # If stderr is gone as well, the exit code is all that is left.
+    with contextlib.suppress(OperationalError):
+        out.note(f"safeload: error: {err.message}")
+    return OperationalError.exit_code
+
+
+def _usage_error(out: Output, err: Any) -> int:
+    context = getattr(err, "ctx", None)
+    message = str(err.format_message())
+    if type(err).__name__ == "NoArgsIsHelpError":
+        # A group without a command: the help is the answer. Typer has printed it, or click has made it the message.
+        if message:
+            out.note(message)
+        return OperationalError.exit_code
+    path = "safeload" if context is None else context.command_path
+    return out.no_verdict(
+        "usage", escape(message[:1].lower() + message[1:].rstrip("."), limit=1000), hint=f"try `{path} --help`"
+    )
+
+
+def _code(err: OperationalError) -> str:
+    """`ConfigError` as `config-error`: a name for machines, in the style of the findings' codes."""
+    name = type(err).__name__
+    return "".join(f"-{c.lower()}" if c.isupper() else c for c in name).lstrip("-")

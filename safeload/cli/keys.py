@@ -1,0 +1,171 @@
+"""`safeload keygen`, and how a passphrase reaches the command: from a file, or from a person at a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from safeload.cli import options
+from safeload.cli.output import Output
+from safeload.errors import ConfigError, escape
+from safeload.report import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from safeload.trust.keys import SecretKey
+
+_MAX_PASSPHRASE_BYTES = 4096
+"""A passphrase is typed by a person or made by a tool; a longer file is a mistake."""
+
+_MAX_KEY_FILE_BYTES = 64 * 1024
+"""An encrypted P-256 key takes about 400 bytes; a longer file is no key."""
+
+_ENCRYPTED = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
+"""How PKCS #8 marks an encrypted key in PEM (RFC 7468, section 11)."""
+
+_KEY_MODE = 0o600
+
+
+def keygen(
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="KEY", help="the secret key", show_default=False)],
+    kind: Annotated[Literal["ed25519", "ecdsa-p256"], typer.Option("--kind", help="the signature scheme")] = "ed25519",
+    passphrase_file: options.PassphraseFile = None,
+    no_passphrase: Annotated[bool, typer.Option("--no-passphrase", help="store the secret key unencrypted")] = False,
+    json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Make a key pair: KEY (secret, for you alone) and KEY.pub (for everyone who verifies)."""
+    out = Output(json=json, verbose=verbose)
+    if no_passphrase and passphrase_file is not None:
+        raise ConfigError("--no-passphrase and --passphrase-file exclude each other")
+    public_path = output.with_name(output.name + ".pub")
+    for path in (output, public_path):
+        require_absent(path)
+    passphrase = None if no_passphrase else _new_passphrase(passphrase_file)
+
+    from safeload.files import publish
+    from safeload.trust.keys import SecretKey
+
+    key = SecretKey.generate(kind)
+    with claimed(output), claimed(public_path):
+        publish(output, key.to_pem(passphrase), mode=_KEY_MODE)
+        publish(public_path, key.public.to_pem())
+    out.object(
+        {
+            "schema": SCHEMA_VERSION,
+            "keyid": key.public.keyid,
+            "kind": kind,
+            "key": str(output),
+            "public_key": str(public_path),
+        }
+    )
+    out.line(f"secret key  {escape(str(output))}  ({'encrypted' if passphrase else 'not encrypted'})")
+    out.line(f"public key  {escape(str(public_path))}")
+    out.line(f"keyid       {key.public.keyid}")
+    return 0
+
+
+def require_absent(path: Path) -> None:
+    """Refuse to write where something is: a key or a manifest that is overwritten is lost.
+
+    Raises:
+        ConfigError: There is something at `path`, or its folder is missing.
+    """
+    if os.path.lexists(path):
+        raise ConfigError(f"{escape(str(path))} exists already", hint="move it away, or choose another name with -o")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {escape(str(path.parent))}")
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Hold `path` as an empty new file while its content is published over it; leave nothing if that fails.
+
+    Publishing replaces what is there, so this is what makes it certain that the file was ours.
+
+    Raises:
+        ConfigError: There is something at `path` already, or it cannot be made.
+    """
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _KEY_MODE))
+    except FileExistsError as err:
+        raise ConfigError(f"{escape(str(path))} exists already", hint="move it away, or choose another name") from err
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"cannot write {escape(str(path))}: {escape(_reason(err))}") from err
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
+def read_secret_keys(paths: list[Path], passphrase_file: Path | None) -> list[SecretKey]:
+    """Return the secret keys of these files; encrypted ones with the passphrase of the file, or as typed.
+
+    Raises:
+        ConfigError: A file is no key, cannot be read, or is encrypted and the passphrase is missing or wrong.
+    """
+    from safeload.trust.keys import SecretKey
+
+    return [
+        SecretKey.from_pem(pem, _passphrase_for(path, passphrase_file) if _ENCRYPTED in pem else None)
+        for path in paths
+        for pem in [_read(path, _MAX_KEY_FILE_BYTES, "a key")]
+    ]
+
+
+def _passphrase_for(path: Path, passphrase_file: Path | None) -> bytes:
+    if passphrase_file is not None:
+        return _passphrase_in(passphrase_file)
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"{escape(str(path))} is encrypted and there is no terminal to ask for its passphrase",
+            hint="pass --passphrase-file FILE",
+        )
+    return getpass.getpass(f"passphrase of {escape(str(path))}: ").encode()
+
+
+def _new_passphrase(passphrase_file: Path | None) -> bytes:
+    if passphrase_file is not None:
+        return _passphrase_in(passphrase_file)
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "there is no terminal to ask for a passphrase", hint="pass --passphrase-file FILE or --no-passphrase"
+        )
+    first = getpass.getpass("new passphrase: ")
+    if not first:
+        raise ConfigError("the passphrase is empty", hint="pass --no-passphrase for a key that is not encrypted")
+    if first != getpass.getpass("the same again: "):
+        raise ConfigError("the two passphrases differ; nothing was written")
+    return first.encode()
+
+
+def _passphrase_in(path: Path) -> bytes:
+    """The first line of the file, without its line end: editors add one, and nobody types it."""
+    passphrase = _read(path, _MAX_PASSPHRASE_BYTES, "a passphrase").removesuffix(b"\n").removesuffix(b"\r")
+    if not passphrase or b"\n" in passphrase:
+        raise ConfigError(f"{escape(str(path))}: expected one line with the passphrase")
+    return passphrase
+
+
+def _read(path: Path, limit: int, what: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"cannot read {escape(str(path))}: {escape(_reason(err))}") from err
+    if len(content) > limit:
+        raise ConfigError(f"{escape(str(path))} is too long to be {what}")
+    return content
+
+
+def _reason(err: Exception) -> str:
+    return (err.strerror or str(err)) if isinstance(err, OSError) else str(err)

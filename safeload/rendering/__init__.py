@@ -1,0 +1,1 @@
+"""From one `Report` to what people and machines read. Nothing here prints, judges or opens a file."""
