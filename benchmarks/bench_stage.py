@@ -71,7 +71,8 @@ def main() -> None:
         # Of neighbors in time, so that what else the machine did in that round counts for both.
         paired = statistics.median(b[0] / t[0] for b, t in zip(base, times, strict=True))
         best, cpu = min(base)[0] / min(wall), min(b[1] for b in base) / min(t[1] for t in times)
-        row = f"{name:<8} {piece // 1024:>5} KiB {threads:>7} {median:>9.3f} {min(wall):>8.3f} {total / median / 1e9:>7.2f}"
+        speed = total / median / 1e9
+        row = f"{name:<8} {piece // 1024:>5} KiB {threads:>7} {median:>9.3f} {min(wall):>8.3f} {speed:>7.2f}"
         print(f"{row} {median / len(sizes) * 1e6:>8.0f} {paired:>9.2f} {best:>7.2f} {cpu:>10.2f}")
 
 

@@ -19,7 +19,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     return native.newbyteorder(">" if dtype.big_endian else "<")
 
 
-def view(payload: memoryview | bytes, spec: TensorSpec) -> np.ndarray[Any, np.dtype[Any]]:
+def view(payload: memoryview | bytes | bytearray, spec: TensorSpec) -> np.ndarray[Any, np.dtype[Any]]:
     """Return a read-only array over `payload`, of shape and dtype of `spec`, without a copy.
 
     Args:
@@ -31,7 +31,7 @@ def view(payload: memoryview | bytes, spec: TensorSpec) -> np.ndarray[Any, np.dt
     return array
 
 
-def canonical_bytes(payload: memoryview | bytes, spec: TensorSpec) -> memoryview | bytes:
+def canonical_bytes(payload: memoryview | bytes | bytearray, spec: TensorSpec) -> memoryview | bytes | bytearray:
     """Return the value's C-order little-endian bytes: `payload` itself where it already is just that, else a copy."""
     if spec.is_canonical:
         return payload

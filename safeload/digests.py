@@ -8,7 +8,7 @@ import re
 SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 """A SHA-256 digest as every file of ours writes it: 64 lower-case hexadecimal digits."""
 
-HASH_CHUNK_BYTES = 512 * 1024
+HASH_CHUNK_BYTES = 256 * 1024
 """How much is read and hashed at a time: small enough to be hashed while in the L2 cache, large enough that
 the call itself costs nothing (256 KiB to 1 MiB measure alike)."""
 

@@ -151,3 +151,8 @@ def escape(untrusted: str, *, limit: int = 200) -> str:
         for c in untrusted[: limit + 1]
     )
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def reason(err: Exception) -> str:
+    """Return why the system refused, in its words and without its numbers and paths."""
+    return escape((err.strerror if isinstance(err, OSError) else None) or str(err))

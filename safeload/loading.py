@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,16 +23,17 @@ from safeload.errors import (
     PolicyError,
     RejectedError,
     escape,
+    reason,
 )
 from safeload.manifest import FileEntry, Manifest, ManifestTensor, TrustedManifest
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport, Progress, Report
-from safeload.scanning import admit, scan, verify_files
+from safeload.scanning import admit, manifest_facts, scan, verify_files
 from safeload.signing import sign_manifest
 from safeload.sizes import parse_size
 from safeload.staging import stage
 from safeload.trust.dsse import MAX_ENVELOPE_BYTES
-from safeload.trust.store import Trust, load_trust
+from safeload.trust.store import Trust, TrustStore, load_trust
 from safeload.verifying import verify_manifest
 
 if TYPE_CHECKING:
@@ -199,12 +201,38 @@ def sign(
         ConfigError: An argument is wrong.
         StagingError: The directory cannot be read.
     """
-    report = scan([directory], policy=load_policy(policy), digests=True, progress=progress)
+    envelope, _ = sign_and_report(
+        directory,
+        keys=keys,
+        model=model,
+        revision=revision,
+        version=version,
+        policy=policy,
+        parameters=parameters,
+        progress=progress,
+    )
+    return envelope
+
+
+def sign_and_report(
+    directory: str | Path,
+    *,
+    keys: Sequence[SecretKey],
+    model: str,
+    revision: str,
+    version: int = 1,
+    policy: str | Path | Policy = DEFAULT_POLICY,
+    parameters: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> tuple[bytes, Report]:
+    """Do what `sign` does, and return the report of what was signed beside the envelope."""
+    report = scan([directory], policy=policy, digests=True, progress=progress)
     if report.verdict == "rejected":
         raise PolicyError(*report.all_findings)
     root = Path(directory)
     names = dict(parameters or {})
-    files = [_entry(file, PurePosixPath(os.path.relpath(file.path, root)).as_posix(), names) for file in report.files]
+    listed = [replace(file, path=Path(file.path).relative_to(root).as_posix()) for file in report.files]
+    files = [_entry(file, names) for file in listed]
     if names:
         raise ConfigError(f"parameters name files that are not there: {escape(', '.join(sorted(names)))}")
     manifest = Manifest.of(
@@ -215,10 +243,14 @@ def sign(
         issued=datetime.now(UTC),
         tool_version=__version__,
     )
-    return sign_manifest(manifest, keys)
+    envelope = sign_manifest(manifest, keys)
+    # Read back, so that the report says what the envelope says and not what was meant.
+    trusted = verify_manifest(envelope, TrustStore.of_keys(key.public for key in keys))
+    return envelope, Report(tuple(listed), (), {**report.facts, **manifest_facts(trusted)})
 
 
-def _entry(file: FileReport, path: str, parameters: dict[str, str]) -> FileEntry:
+def _entry(file: FileReport, parameters: dict[str, str]) -> FileEntry:
+    path = file.path
     if file.sha256 is None or file.size is None:
         raise TypeError("a file goes into a manifest with its digest")
     try:
@@ -260,4 +292,5 @@ def read_manifest(manifest: str | Path | bytes) -> tuple[bytes, str, frozenset[t
             # One byte more than is allowed, so that the verifier sees that it is too long.
             return file.read(MAX_ENVELOPE_BYTES + 1), str(manifest), frozenset({(status.st_dev, status.st_ino)})
     except (OSError, ValueError) as err:
-        raise ConfigError(f"cannot read the manifest {escape(str(manifest))}: {escape(str(err))}") from err
+        message = f"cannot read the manifest {escape(str(manifest))}: {reason(err)}"
+        raise ConfigError(message, hint="check the path") from err

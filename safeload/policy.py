@@ -19,7 +19,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from safeload.digests import sha256_hex
-from safeload.errors import ConfigError, escape
+from safeload.errors import ConfigError, escape, reason
 from safeload.tensors import DTYPE_ITEMSIZE
 
 DEFAULT_POLICY = "numpy-quantized"
@@ -252,6 +252,12 @@ class Policy(_Model):
     limits: Limits = Limits()
 
     _source: str = ""
+    _is_derived: bool = False
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether it was written as the difference to another policy."""
+        return self._is_derived
 
     @property
     def source(self) -> str:
@@ -303,6 +309,7 @@ class Policy(_Model):
         except ValueError as err:
             raise ConfigError(f"policy {escape(source)}: {escape(str(err))}") from err
         policy._source = source
+        policy._is_derived = isinstance(table, dict) and "extends" in table
         return policy
 
     def additions_to(self, other: Policy) -> list[str]:
@@ -429,7 +436,7 @@ def policy_text(name_or_path: str | Path) -> tuple[bytes, str]:
         try:
             return Path(text).read_bytes(), text
         except (OSError, ValueError) as err:
-            raise ConfigError(f"policy {escape(text)}: {escape(str(err))}") from err
+            raise ConfigError(f"cannot read policy {escape(text)}: {reason(err)}", hint="check the path") from err
     shipped = dict(shipped_policies())
     if text not in shipped:
         raise ConfigError(

@@ -78,12 +78,13 @@ class Report:
             "schema": SCHEMA_VERSION,
             "verdict": self.verdict,
             "files": [_file_json(file) for file in self.files],
-            "findings": [_finding_json(finding) for finding in self.findings],
+            "findings": [finding_json(finding) for finding in self.findings],
             **self.facts,
         }
 
 
-def _finding_json(finding: Finding) -> dict[str, Any]:
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return one finding as the command's contract has it."""
     shown = {"code": finding.code, "message": finding.message, "offset": finding.offset, "hint": finding.hint}
     return shown if finding.file is None else {**shown, "path": finding.file}
 
@@ -95,7 +96,7 @@ def _file_json(file: FileReport) -> dict[str, Any]:
         "format": file.format,
         "size": file.size,
         "sha256": file.sha256,
-        "findings": [_finding_json(finding) for finding in file.findings],
+        "findings": [finding_json(finding) for finding in file.findings],
         "tensors": [tensor_json(tensor) for tensor in file.tensors],
         "globals": list(file.globals),
     }

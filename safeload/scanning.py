@@ -7,9 +7,7 @@ nothing. `admit` looks at what was staged, and its result is the proof that a lo
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -24,12 +22,13 @@ from safeload.errors import (
     RejectedError,
     StagingError,
 )
-from safeload.files import Root, StreamSource, read_into
+from safeload.files import Root, StreamSource
 from safeload.formats import MemorySource, Parsed, Source
 from safeload.formats.detection import HEAD_BYTES, detect
 from safeload.formats.inert import check_inert
 from safeload.formats.pickles import parse_pickle
 from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
+from safeload.parallel import Meter, n_processors, run
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport, Progress, Report
 from safeload.staging import StagedCheckpoint, check_file_set
@@ -84,7 +83,7 @@ def scan(
                 message = "expected files, found an empty directory"
                 findings.append(Finding("nothing-to-scan", message, file=str(path), hint="check the path"))
             jobs += found
-        files = _run(jobs, lambda job: _scan_job(job, rules, digests=digests), progress, parallel=digests)
+        files = _run(jobs, rules, progress, digests=digests, hashing=digests)
     return Report(tuple(files), tuple(findings), _policy_facts(rules))
 
 
@@ -118,7 +117,7 @@ def verify_files(
             for entry in trusted.manifest.files
             if entry.path not in absent
         ]
-        files = _run(jobs, lambda job: _scan_job(job, policy, digests=False), progress, parallel=True)
+        files = _run(jobs, policy, progress, digests=False, hashing=True)
     facts = {**_policy_facts(policy), **manifest_facts(trusted)}
     return Report(tuple(files), tuple(missing), facts)
 
@@ -287,22 +286,6 @@ class _Job:
     finding: Finding | None = None
 
 
-class _FileBytes:
-    """A file on disk as a parser wants it; takes the digest of each payload on the way, where that is asked for."""
-
-    def __init__(self, stream: StreamSource, *, payload_digests: bool) -> None:
-        self.size = stream.size
-        self.read = stream.read
-        self.digests: dict[int, str] = {}
-        self._stream = stream
-        self._payload_digests = payload_digests
-
-    def payload(self, offset: int, nbytes: int) -> None:
-        """Take the payload's digest while it streams past."""
-        if self._payload_digests:
-            self.digests[offset] = self._stream.payload_sha256(offset, nbytes)
-
-
 def _walk_argument(path: str, stack: ExitStack) -> Iterator[_Job]:
     """Yield a job for each file that one argument of the command stands for."""
     if os.path.isdir(path):
@@ -318,19 +301,33 @@ def _walk_argument(path: str, stack: ExitStack) -> Iterator[_Job]:
     yield _Job(path, os.path.basename(target), os.path.getsize(target), root)
 
 
-def _scan_job(job: _Job, policy: Policy, *, digests: bool) -> FileReport:
+def _run(
+    jobs: Sequence[_Job], policy: Policy, progress: Progress | None, *, digests: bool, hashing: bool
+) -> list[FileReport]:
+    # Hashing leaves the interpreter's lock, so threads help there; parsing does not.
+    return run(
+        jobs,
+        lambda job, meter: _scan_job(job, policy, meter, digests=digests, hashing=hashing),
+        size=lambda job: job.size,
+        threads=n_processors() if hashing else 0,
+        phase="scanning",
+        progress=progress,
+    )
+
+
+def _scan_job(job: _Job, policy: Policy, meter: Meter, *, digests: bool, hashing: bool) -> FileReport:
     """Open, parse and, where a manifest or the caller asks for it, hash one file."""
     if job.finding is not None:
         return FileReport(job.shown, "unknown", None, findings=(job.finding,))
-    hashing = digests or job.entry is not None
     try:
         fd = job.root.open(job.path)
-        with StreamSource(fd, job.shown, hashing=hashing) as stream:
-            source = _FileBytes(stream, payload_digests=digests)
-            kind, parsed = _parse(source, job.shown, policy)
+        with StreamSource(fd, job.shown, hashing=hashing, payload_digests=digests, advance=meter.advance) as stream:
+            kind, parsed = _parse(stream, job.shown, policy)
             sha256 = stream.finish() if hashing else None
             if digests and parsed.refusal is None:
-                parsed = replace(parsed, tensors=tuple(_with_digest(spec, fd, source, job) for spec in parsed.tensors))
+                parsed = replace(parsed, tensors=tuple(_with_digest(spec, stream) for spec in parsed.tensors))
+        if not hashing:
+            meter.advance(job.size)
     except (FileSetError, StagingError) as err:
         # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
         findings = err.findings if isinstance(err, FileSetError) else (Finding("unreadable", str(err)),)
@@ -352,62 +349,13 @@ def _check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parse
     return replace(parsed, tensors=(), refusal=DigestMismatchError(finding, *others))
 
 
-def _with_digest(spec: TensorSpec, fd: int, source: _FileBytes, job: _Job) -> TensorSpec:
+def _with_digest(spec: TensorSpec, stream: StreamSource) -> TensorSpec:
     """Add the digest of a tensor's canonical bytes."""
     extent = spec.extent
     if extent.inline is None and spec.is_canonical:
-        return replace(spec, sha256=source.digests[extent.offset])
-    from safeload.canonical import canonical_bytes
+        return replace(spec, sha256=stream.digests[extent.offset])
+    from safeload.canonical import canonical_bytes  # needs numpy, which a plain scan must not load
 
-    data: bytes | memoryview
-    if extent.inline is not None:
-        data = extent.inline
-    else:
-        # These bytes are wanted in another order than they stream past, so they are read a second time, and must have
-        # the digest that they had the first time.
-        data = memoryview(bytearray(extent.nbytes))
-        at = 0
-        while at < extent.nbytes and (n := read_into(fd, data[at:], extent.offset + at, path=job.shown)):
-            at += n
-        if sha256_hex(data) != source.digests[extent.offset]:
-            raise FileSetError(Finding("changed-while-read", "expected the same bytes when read again, found others"))
+    # Bytes that are wanted in another order than they streamed past are read a second time.
+    data = extent.inline if extent.inline is not None else stream.read_again(extent.offset, extent.nbytes)
     return replace(spec, sha256=sha256_hex(canonical_bytes(data, spec)))
-
-
-def _run(
-    jobs: Sequence[_Job],
-    work: Callable[[_Job], FileReport],
-    progress: Progress | None,
-    *,
-    parallel: bool,
-) -> list[FileReport]:
-    """Do every job and return the results in the jobs' order."""
-    total = sum(job.size for job in jobs)
-    done = 0
-    results: dict[int, FileReport] = {}
-    lock = threading.Lock()
-
-    def one(index: int) -> None:
-        nonlocal done
-        result = work(jobs[index])
-        with lock:
-            results[index] = result
-            done += jobs[index].size
-            if progress is not None:
-                progress("scanning", done, total)
-
-    order: Iterable[int] = range(len(jobs))
-    if not parallel or len(jobs) < 2:
-        for index in order:
-            one(index)
-    else:
-        # Hashing leaves the interpreter's lock, so as many threads as cores; the largest first, so that no core is
-        # left with one big file at the end.
-        order = sorted(order, key=lambda index: -jobs[index].size)
-        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-        try:
-            for _ in pool.map(one, order):
-                pass
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-    return [results[index] for index in range(len(jobs))]

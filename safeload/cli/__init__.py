@@ -16,7 +16,7 @@ import typer
 import typer.main
 
 from safeload import __version__
-from safeload.cli import checkpoints, demo, keys, policies
+from safeload.cli import checkpoints, demo, explanations, keys, policies
 from safeload.cli.output import Output, flush
 from safeload.errors import OperationalError, RejectedError, escape
 
@@ -39,6 +39,7 @@ app.command()(checkpoints.sign)
 app.command()(checkpoints.verify)
 app.command()(checkpoints.scan)
 app.command()(checkpoints.inspect)
+app.command()(explanations.explain)
 app.command()(checkpoints.load)
 app.add_typer(policies.app, name="policy")
 app.command()(demo.demo)

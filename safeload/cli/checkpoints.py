@@ -16,7 +16,7 @@ from safeload.cli.output import Output
 from safeload.errors import ConfigError, RejectedError
 from safeload.rendering import text
 from safeload.rendering.text import shown
-from safeload.report import SCHEMA_VERSION, FileReport, Report
+from safeload.report import SCHEMA_VERSION, Report
 from safeload.sizes import human_size, parse_size
 
 INSTALL_JAX = "pip install 'safeload[jax]'"
@@ -60,7 +60,7 @@ def sign(
     parameters = _grok1_parameters(directory) if layout == "grok-1" else None
     try:
         with out.progress() as progress:
-            envelope = loading.sign(
+            envelope, report = loading.sign_and_report(
                 directory,
                 keys=keys,
                 model=directory.resolve().name if model is None else model,
@@ -74,7 +74,6 @@ def sign(
         return out.report(Report((), err.findings), note="nothing was signed")
     with claimed(output):
         publish(output, envelope)
-    report = _signed_report(envelope, [secret.public.keyid for secret in keys], policy)
     return out.report(report, extra={"output": str(output)}, note=f"wrote     {shown(str(output))}")
 
 
@@ -84,46 +83,6 @@ def _grok1_parameters(directory: Path) -> Mapping[str, str]:
 
     with Root(directory) as root:
         return name_shards(file.path for file in root.walk())
-
-
-def _signed_report(envelope: bytes, keyids: Sequence[str], policy: str) -> Report:
-    """Say what was signed, as it stands in the manifest."""
-    from safeload.digests import sha256_hex
-    from safeload.manifest import Manifest
-    from safeload.policy import load_policy
-    from safeload.tensors import DType, Extent, TensorSpec
-    from safeload.trust.dsse import Envelope
-
-    payload = Envelope.parse(envelope).payload
-    manifest = Manifest.parse(payload)
-    rules = load_policy(policy)
-    facts = {
-        "policy": {"name": rules.name, "source": rules.source, "sha256": rules.sha256},
-        "manifest": {
-            "sha256": sha256_hex(payload),
-            "model": manifest.stream,
-            "revision": manifest.revision,
-            "version": manifest.version,
-            "signers": [{"name": "", "keyid": keyid} for keyid in keyids],
-        },
-    }
-    files = tuple(
-        FileReport(
-            file.path,
-            file.format,
-            file.size,
-            file.sha256,
-            tensors=tuple(
-                TensorSpec(
-                    t.name, DType(t.dtype, t.byteorder == "big"), t.shape, t.order, Extent(t.offset, t.nbytes), t.sha256
-                )
-                for t in file.tensors
-            ),
-            globals=file.globals,
-        )
-        for file in manifest.files
-    )
-    return Report(files, (), facts)
 
 
 def verify(

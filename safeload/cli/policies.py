@@ -6,8 +6,9 @@ import typer
 
 from safeload.cli import options
 from safeload.cli.output import Output
+from safeload.errors import Finding
 from safeload.rendering.text import printable
-from safeload.report import SCHEMA_VERSION
+from safeload.report import SCHEMA_VERSION, finding_json
 
 app = typer.Typer(help="List the shipped policies, or show one.", no_args_is_help=True)
 
@@ -37,7 +38,7 @@ def show(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Print a policy's file as it is (stdout) and its digest (stderr); copy it, narrow it, pass it by path."""
+    """Print what a policy comes to (stdout) and its digest (stderr): its file, or the result of what it extends."""
     from safeload.policy import Policy, policy_text
 
     out = Output(json=json, verbose=verbose)
@@ -55,6 +56,42 @@ def show(
             }
         )
     else:
-        out.verbatim(content.decode("utf-8"))
+        # A file that stands alone is shown with its comments; a derived one as what it comes to.
+        out.verbatim(policy.to_toml() if policy.is_derived else content.decode("utf-8"))
         out.note(f"sha256:{policy.sha256}  {printable(source)}")
     return 0
+
+
+@app.command()
+def diff(
+    old: str = typer.Argument(metavar="OLD", help="a shipped policy's name, or a path", show_default=False),
+    new: str = typer.Argument(metavar="NEW", help="another", show_default=False),
+    json: options.Json = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Say what NEW allows and OLD does not, and the other way round. Rejected if NEW is anywhere wider."""
+    from safeload.policy import load_policy
+
+    out = Output(json=json, verbose=verbose)
+    before, after = load_policy(old), load_policy(new)
+    wider, narrower = after.additions_to(before), before.additions_to(after)
+    for sign, entries in (("+", wider), ("-", narrower)):
+        for entry in entries:
+            out.line(f"{sign} {printable(entry)}")
+    findings = tuple(
+        Finding("policy-wider", f"policy {after.name} allows {entry}; policy {before.name} does not") for entry in wider
+    )
+    if json:
+        facts = {"wider": wider, "narrower": narrower, "old": before.sha256, "new": after.sha256}
+        verdict = "rejected" if wider else "accepted"
+        out.object(
+            {
+                "schema": SCHEMA_VERSION,
+                "verdict": verdict,
+                "files": [],
+                "findings": [finding_json(finding) for finding in findings],
+                **facts,
+            }
+        )
+        return 1 if wider else 0
+    return out.verdict(f"rejected: {len(wider)} addition(s)" if wider else "accepted")

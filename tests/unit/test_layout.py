@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,7 +138,17 @@ def test_nothing_runs_code_by_name() -> None:
 
 def test_nothing_reads_the_environment() -> None:
     environment = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.path.expandvars", "os.putenv"}
-    assert {(file, name) for file, name in uses() if name in environment} == set()
+    read = {(file, name) for file, name in uses() if name in environment}
+    # The demo sets, for itself, how many devices JAX makes of this machine's CPU.
+    assert read == {("cli/output.py", "os.environ"), ("demo.py", "os.environ")}
+    # What the command reads decides about color and a progress bar, and about nothing else.
+    output = (PACKAGE / "cli" / "output.py").read_text(encoding="utf-8")
+    assert set(re.findall(r'environ\.get\("(\w+)"\)|"(\w+)" in os\.environ', output)) == {
+        ("CI", ""),
+        ("TERM", ""),
+        ("", "NO_COLOR"),
+    }
+    assert output.count("environ") == 3
 
 
 def test_nothing_unpickles_or_starts_a_process() -> None:
