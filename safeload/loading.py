@@ -161,9 +161,10 @@ def _as_error(report: Report) -> RejectedError:
     findings = report.all_findings
     if report.findings:
         return FileSetError(*findings)
-    if any(finding.code == "digest-mismatch" for finding in findings):
-        return DigestMismatchError(*findings)
-    return PolicyError(*findings)
+    errors = [file.error for file in report.files if file.error is not None]
+    # Bytes that are not the signed ones explain whatever else is wrong with them.
+    error = DigestMismatchError if DigestMismatchError in errors else errors[0]
+    return error(*findings)
 
 
 def sign(

@@ -17,7 +17,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class StoppedError(Exception):
+class _StoppedError(Exception):
     """Ends a thread whose work nobody waits for any more. Never leaves this module."""
 
 
@@ -33,10 +33,10 @@ class Meter:
         """Count bytes that were dealt with.
 
         Raises:
-            StoppedError: The run was given up; let it pass.
+            Exception: The run was given up; let it pass.
         """
         if self._stop.is_set():
-            raise StoppedError
+            raise _StoppedError
         with self._lock:
             self.nbytes += nbytes
 
@@ -99,6 +99,7 @@ def run(
 
 def _stopping(item: T, work: Callable[[T, Meter], R], meter: Meter) -> R:
     try:
+        meter.advance(0)
         return work(item, meter)
     except BaseException:
         # Set here and not by the thread that waits: this one would begin with the next item before that wakes.
@@ -113,6 +114,6 @@ def _await(futures: Iterable[Future[R]], tell: Callable[[], None]) -> None:
         for future in done:
             error = future.exception()
             # What stopped the others is in another future, which may be done a moment later.
-            if error is not None and not isinstance(error, StoppedError):
+            if error is not None and not isinstance(error, _StoppedError):
                 raise error
         tell()

@@ -7,19 +7,32 @@ directory that is being checked, and no environment variable is consulted.
 from __future__ import annotations
 
 import json
+import keyword
 import operator
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from safeload.digests import sha256_hex
 from safeload.errors import ConfigError, escape, reason
+from safeload.records import Record
 from safeload.tensors import DTYPE_ITEMSIZE
 
 DEFAULT_POLICY = "numpy-quantized"
@@ -28,10 +41,20 @@ DEFAULT_POLICY = "numpy-quantized"
 MAX_POLICY_BYTES = 1024 * 1024
 """A policy is written by hand; a larger file is a mistake."""
 
+
+def _usable_as_field(name: str) -> str:
+    # A record class is made with these names, and what it has itself must not be hidden by one of them.
+    if keyword.iskeyword(name) or name.startswith("_") or hasattr(Record, name):
+        raise ValueError(f"a record cannot have a field called {name}")
+    return name
+
+
 Identifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+FieldName = Annotated[Identifier, AfterValidator(_usable_as_field)]
 DottedName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
 Reason = Annotated[str, StringConstraints(min_length=8, strip_whitespace=True)]
 DTypeName = Literal[tuple(DTYPE_ITEMSIZE)]  # type: ignore[valid-type] # one table of dtypes, not a second list
+Version = Annotated[int, Field(ge=1, le=1)]  # a Literal[1] would take `true` and `1.0` as well
 Positive = Annotated[int, Field(gt=0)]
 Protocol = Annotated[int, Field(ge=0, le=5)]
 PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]*$")]
@@ -64,7 +87,12 @@ class RecordRule(_Model):
 
     name: Identifier
     modules: tuple[DottedName, ...] = Field(min_length=1)
-    fields: Mapping[Identifier, tuple[DTypeName, ...]] = Field(min_length=1)  # type: ignore[valid-type] # see above
+    fields: Annotated[
+        Mapping[FieldName, tuple[DTypeName, ...]],  # type: ignore[valid-type] # see DTypeName
+        Field(min_length=1),
+        AfterValidator(MappingProxyType),
+        PlainSerializer(dict),
+    ]
     grouped_scales: GroupedScales | None = None
     reason: Reason
 
@@ -83,6 +111,15 @@ class PickleRules(_Model):
     globals: tuple[AllowedGlobals, ...] = ()
     records: tuple[RecordRule, ...] = ()
 
+    @model_validator(mode="after")
+    def _says_each_once(self) -> PickleRules:
+        names = [name for entry in self.globals for name in entry.names]
+        names += [f"{module}.{rule.name}" for rule in self.records for module in rule.modules]
+        for name, times in Counter(names).items():
+            if times > 1:
+                raise ValueError(f"{name} is listed {times} times; the last would win over what a reader saw first")
+        return self
+
     @cached_property
     def global_names(self) -> frozenset[str]:
         """Every `module.name` that may be mentioned, records aside."""
@@ -91,7 +128,7 @@ class PickleRules(_Model):
     @cached_property
     def records_by_global(self) -> Mapping[str, RecordRule]:
         """The record that each `module.name` stands for."""
-        return {f"{module}.{rule.name}": rule for rule in self.records for module in rule.modules}
+        return MappingProxyType({f"{module}.{rule.name}": rule for rule in self.records for module in rule.modules})
 
 
 class FormatRules(_Model):
@@ -132,7 +169,7 @@ class ShardRules(_Model):
     def _name_compiles(self) -> ShardRules:
         try:
             re.compile(self.name)
-        except re.error as err:
+        except (re.error, OverflowError, RecursionError) as err:
             raise ValueError(f"name is no regular expression: {err}") from err
         return self
 
@@ -146,8 +183,9 @@ class Limits(_Model):
 
     max_operations: Positive = 10_000_000
     """Opcodes a file. A shard has about 60; a pickle of a million plain numbers about a million."""
-    max_depth: Positive = 64
-    """Containers within containers. Real checkpoints stay below 10; Python's own unpickler breaks near 1,000."""
+    max_depth: Annotated[int, Field(gt=0, le=100)] = 64
+    """Containers within containers. Real checkpoints stay below 10. At most 100: the result is a nested Python value,
+    and Python code that walks it needs a few stack frames a level, of the 1,000 that it has."""
     max_memo_entries: Positive = 4_000_000
     """Memo slots a file, about 100 bytes each. The C pickler makes one for each object."""
     max_stack_items: Positive = 1_000_000
@@ -199,7 +237,7 @@ class Narrowing(_Model):
 class Derivation(_Model):
     """A policy that is written as the difference to a shipped one. Nothing changes but what it says, either way."""
 
-    version: Literal[1]
+    version: Version
     name: PolicyName
     description: Description
     extends: PolicyName
@@ -242,7 +280,7 @@ class Derivation(_Model):
 class Policy(_Model):
     """A whole policy: what one file states, or what a derived one comes to."""
 
-    version: Literal[1]
+    version: Version
     name: PolicyName
     description: Description
     formats: FormatRules = FormatRules()
@@ -434,7 +472,8 @@ def policy_text(name_or_path: str | Path) -> tuple[bytes, str]:
     text = str(name_or_path)
     if isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml"):
         try:
-            return Path(text).read_bytes(), text
+            with Path(text).open("rb") as file:
+                return file.read(MAX_POLICY_BYTES + 1), text
         except (OSError, ValueError) as err:
             raise ConfigError(f"cannot read policy {escape(text)}: {reason(err)}", hint="check the path") from err
     shipped = dict(shipped_policies())

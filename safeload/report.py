@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from safeload.errors import Finding
+from safeload.errors import Finding, RejectedError
 from safeload.tensors import TensorSpec
 
 SCHEMA_VERSION = 1
@@ -31,6 +31,7 @@ class FileReport:
         findings: Every reason to refuse.
         tensors: The table of tensors, in stored order; empty where the file was refused before it was known.
         globals: The pickle globals that the file names, as `module.name`, in order of first use.
+        error: The class that a caller who needs the file is to get; None where it is accepted.
     """
 
     path: str
@@ -40,6 +41,7 @@ class FileReport:
     findings: tuple[Finding, ...] = ()
     tensors: tuple[TensorSpec, ...] = ()
     globals: tuple[str, ...] = ()
+    error: type[RejectedError] | None = None
 
     @property
     def verdict(self) -> Verdict:

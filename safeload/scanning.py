@@ -7,6 +7,7 @@ nothing. `admit` looks at what was staged, and its result is the proof that a lo
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from safeload.errors import (
     PolicyError,
     RejectedError,
     StagingError,
+    escape,
+    reason,
 )
 from safeload.files import Root, StreamSource
 from safeload.formats import MemorySource, Parsed, Source
@@ -258,8 +261,10 @@ def _signed_facts(tensor: ManifestTensor) -> tuple[object, ...]:
 
 
 def _file_report(path: str, kind: str, size: int | None, parsed: Parsed, sha256: str | None = None) -> FileReport:
-    findings = () if parsed.refusal is None else parsed.refusal.findings
-    return FileReport(path, kind, size, sha256, findings, parsed.tensors, parsed.globals)
+    refusal = parsed.refusal
+    if refusal is None:
+        return FileReport(path, kind, size, sha256, (), parsed.tensors, parsed.globals)
+    return FileReport(path, kind, size, sha256, refusal.findings, (), parsed.globals, type(refusal))
 
 
 # ---------------------------------------------------------------- files on disk
@@ -288,17 +293,19 @@ class _Job:
 
 def _walk_argument(path: str, stack: ExitStack) -> Iterator[_Job]:
     """Yield a job for each file that one argument of the command stands for."""
-    if os.path.isdir(path):
+    try:
+        # The user named this, so a link to it is followed; nothing below a directory is.
+        status = os.stat(path)
+        target = os.path.realpath(path)
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"cannot look at {escape(path)}: {reason(err)}", hint="check the path") from err
+    if stat.S_ISDIR(status.st_mode):
         root = stack.enter_context(Root(path))
         for walked in root.walk():
             yield _Job(os.path.join(path, walked.path), walked.path, walked.size, root, finding=walked.finding)
         return
-    # The user named this file, so a link to it is followed; what is opened is the link's target and not the link.
-    target = os.path.realpath(path)
-    if not os.path.lexists(target):
-        raise ConfigError(f"there is no file or directory {path!r}", hint="check the path")
     root = stack.enter_context(Root(os.path.dirname(target)))
-    yield _Job(path, os.path.basename(target), os.path.getsize(target), root)
+    yield _Job(path, os.path.basename(target), status.st_size, root)
 
 
 def _run(
@@ -318,7 +325,7 @@ def _run(
 def _scan_job(job: _Job, policy: Policy, meter: Meter, *, digests: bool, hashing: bool) -> FileReport:
     """Open, parse and, where a manifest or the caller asks for it, hash one file."""
     if job.finding is not None:
-        return FileReport(job.shown, "unknown", None, findings=(job.finding,))
+        return _unread(job, FileSetError(job.finding))
     try:
         fd = job.root.open(job.path)
         with StreamSource(fd, job.shown, hashing=hashing, payload_digests=digests, advance=meter.advance) as stream:
@@ -330,11 +337,16 @@ def _scan_job(job: _Job, policy: Policy, meter: Meter, *, digests: bool, hashing
             meter.advance(job.size)
     except (FileSetError, StagingError) as err:
         # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
-        findings = err.findings if isinstance(err, FileSetError) else (Finding("unreadable", str(err)),)
-        return FileReport(job.shown, "unknown", None, findings=findings)
+        return _unread(job, err if isinstance(err, FileSetError) else FileSetError(Finding("unreadable", err.message)))
     if job.entry is not None:
         parsed = _check_digest(job.entry, sha256, stream.size, _check_against(job.entry, kind, parsed))
     return _file_report(job.shown, kind, stream.size, parsed, sha256)
+
+
+def _unread(job: _Job, refusal: FileSetError) -> FileReport:
+    # The report names the file as the user did; what was met below the directory names it from there.
+    findings = tuple(replace(finding, file=None) for finding in refusal.findings)
+    return FileReport(job.shown, "unknown", None, findings=findings, error=type(refusal))
 
 
 def _check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parsed) -> Parsed:

@@ -19,6 +19,7 @@ from safeload.formats.pickles.symbols import (
     PendingArray,
     PendingDType,
     PendingRecord,
+    Refused,
 )
 from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE, DType, Extent
 
@@ -55,6 +56,8 @@ def describe(value: object) -> str:
     match value:
         case Global():
             return f"the global {value}"
+        case Refused():
+            return "what was refused before"
         case Payload():
             return f"{value.kind} of {value.extent.nbytes} bytes"
         case PendingDType():
@@ -116,7 +119,8 @@ def _complete(
     # overflows here, and nothing is allocated from it.
     itemsize = dtype.dtype.itemsize
     if math.prod(n or 1 for n in lengths) * itemsize > MAX_ARRAY_BYTES:
-        refuse("bad-shape", f"an array has at most 2**63 - 1 bytes, found the shape {lengths} of {dtype.dtype}", offset)
+        found = f"{dtype.dtype} of shape {str(lengths)[:80]}"
+        refuse("bad-shape", f"an array has at most 2**63 - 1 bytes, found {found}", offset)
     nbytes = math.prod(lengths) * itemsize
     if payload.extent.nbytes != nbytes:
         refuse(
@@ -138,7 +142,7 @@ def _reconstruct(args: tuple[object, ...], offset: int) -> PendingArray:
 
 def _frombuffer(args: tuple[object, ...], offset: int) -> PendingArray:
     """`_frombuffer(bytes, dtype, shape, order)`: an array in protocol 5 (numpy `_core/numeric.py`)."""
-    if len(args) != 4 or args[3] not in {"C", "F"} or type(args[3]) is not str:
+    if len(args) != 4 or type(args[3]) is not str or args[3] not in {"C", "F"}:
         refuse("bad-arguments", "_frombuffer takes exactly (bytes, dtype, shape, 'C' or 'F')", offset)
     payload, dtype, shape, order = args
     if type(payload) is Payload and payload.kind == "str":
@@ -315,7 +319,8 @@ def new_record(rule: Global, args: object, offset: int) -> PendingRecord:
 def set_item(mapping: dict[object, object], key: object, value: object, offset: int) -> None:
     """Store one item, as SETITEM does; the key must be plain, and new."""
     if type(key) is Payload:
-        key = short_text(key)
+        text = short_text(key)
+        key = key if text is None else text
     # A tuple is refused as a key: hashing one that shares its parts over and over takes exponential time.
     # An integer of more than 64 bits is refused too: any number of those can be made to share one hash.
     plain = key is None or type(key) in {str, float, bool} or (type(key) is int and -(1 << 63) <= key < 1 << 63)

@@ -10,6 +10,8 @@ Time is linear in the number of opcodes, memory is bounded by the policy's limit
 
 from __future__ import annotations
 
+import codecs
+import math
 import re
 import struct
 from collections.abc import Callable
@@ -44,7 +46,10 @@ from safeload.policy import Policy
 from safeload.tensors import Extent
 
 HEAD_BYTES = 256
-"""Bytes strings up to this length are kept as well as pointed at: they may be names, codes or plain values."""
+"""Byte strings up to this length are kept as well as pointed at: they may be names, codes or plain values."""
+
+PYTHON_2_HEAD_BYTES = 4096
+"""The same for Python 2's strings, each of which may be text."""
 
 MAX_NAME_CHARACTERS = 512
 """Length of a module or class name. The longest allowed one has 45."""
@@ -64,18 +69,11 @@ _NO_FRAME = 1 << 64
 _DECIMAL = re.compile(rb"(?:-?[1-9][0-9]{0,77}|0)")
 _FLOAT = re.compile(rb"(?:-?[0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?|-?inf|nan)")
 # What `repr` of a Python 2 string writes. Other escapes mean different things to different versions.
-_QUOTED = re.compile(
-    rb"""'((?:[^\\'\n]|\\[\\'"nrtabfv]|\\x[0-9a-f]{2})*)'|"((?:[^\\"\n]|\\[\\'"nrtabfv]|\\x[0-9a-f]{2})*)\""""
-)
-_ESCAPE = re.compile(rb"\\(x..|.)")
-_ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
+# Possessive, so that a long string costs no memory to match.
+_ESCAPED = rb"""(?:\\(?:[\\'"nrtabfv]|x[0-9a-f]{2})[^\\%s]*+)*+"""
+_QUOTED = re.compile(b"|".join(rb"%s[^\\%s]*+%s%s" % (q, q, _ESCAPED % q, q) for q in (b"'", b'"')))
 
 _Handler: TypeAlias = "Callable[[Machine], None]"
-
-
-def _unescape(match: re.Match[bytes]) -> bytes:
-    code = match[1]
-    return bytes([int(code[1:], 16)]) if len(code) == 3 else _ESCAPED.get(code, code)
 
 
 class Machine:
@@ -98,6 +96,9 @@ class Machine:
         self._outer: list[list[object]] = []  # the stacks below each open mark
         self._memo: dict[int, object] = {}
         self._inline_bytes = 0
+        self._n_stored = 0
+        self._n_charged = 0
+        self.refused_calls = 0  # calls that `pickle.load` would have made of what is refused here
 
     # ---------------------------------------------------------------- reading
 
@@ -151,6 +152,18 @@ class Machine:
     def _length(self, nbytes: int) -> int:
         return int.from_bytes(self._take(nbytes), "little")
 
+    def _charge(self, n_operations: int) -> None:
+        """Count work that one opcode makes proportional to something else than its own length."""
+        self._n_charged += n_operations
+        if self._n_charged > self._limits.max_operations:
+            self._limit("max_operations", f"calls that handle {self._n_charged:,} values")
+
+    def _store(self, n_values: int) -> None:
+        """Count values that containers hold: each will be one of the result's."""
+        self._n_stored += n_values
+        if self._n_stored > self._limits.max_values:
+            self._limit("max_values", f"{self._n_stored:,} values in containers")
+
     def _inline(self, nbytes: int) -> None:
         self._inline_bytes += nbytes
         if self._inline_bytes > self._limits.max_inline_bytes:
@@ -190,7 +203,7 @@ class Machine:
         if nbytes > self.source.size - here:
             self._refill(nbytes)  # raises: there are not so many bytes
         self.source.payload(here, nbytes)
-        if nbytes <= HEAD_BYTES:
+        if nbytes <= (PYTHON_2_HEAD_BYTES if kind == "str" else HEAD_BYTES):
             self._inline(nbytes)
             self._push(Payload(Extent(here, nbytes), kind, self._take(nbytes)))  # type: ignore[arg-type] # one of three
             return
@@ -243,6 +256,7 @@ class Machine:
             if handler is None:  # STOP
                 return self._stop()
             handler(self)
+        self._start = self._base + self._at
         return self._limit("max_operations", f"more than {self._limits.max_operations:,} opcodes")
 
     def _handlers(self, newest: int) -> tuple[_Handler | None, ...]:
@@ -317,7 +331,12 @@ class Machine:
     def _refused_opcode(self) -> None:
         opcode = OPCODES[self._window[self._at - 1]]
         if opcode.name == "INST":
-            self._push(self._resolve(self._name_line(), self._name_line()))
+            module, name = self._name_line(), self._name_line()
+            self._push(self._resolve(module, name))
+            # Text may begin with this opcode's letter; what no module can be called is no call.
+            self.refused_calls += all(NAME.fullmatch(part) is not None for part in f"{module}.{name}".split("."))
+        elif opcode.name in {"OBJ", "NEWOBJ_EX"}:
+            self.refused_calls += any(value is REFUSED for value in self._stack)
         raise PolicyError(
             Finding(
                 "opcode-not-allowed",
@@ -448,7 +467,11 @@ class Machine:
         line = self._line()
         if not _FLOAT.fullmatch(line):
             self._fail("bad-number", f"expected a plain decimal float, found {line[:40]!r}")
-        self._push(float(line))
+        value = float(line)
+        if math.isinf(value) and not line.endswith(b"inf"):
+            # An overflow is an error to CPython's C reader and infinity to its Python one.
+            self._fail("bad-number", f"expected a float of 64 bits, found {line[:40]!r}")
+        self._push(value)
 
     def _binfloat(self) -> None:
         self._push(struct.unpack(">d", self._take(8))[0])
@@ -474,14 +497,16 @@ class Machine:
 
     def _string(self) -> None:
         line = self._line()
-        match = _QUOTED.fullmatch(line)
-        if match is None:
+        if not _QUOTED.fullmatch(line):
             self._fail("bad-text", f"expected a quoted string as Python 2 writes it, found {line[:40]!r}")
-        data = _ESCAPE.sub(_unescape, match[1] if match[2] is None else match[2])
+        data = codecs.escape_decode(line[1:-1])[0]
         self._push(Payload(Extent(self._start, len(data), data), "str", data))
 
     def _binstring(self) -> None:
-        self._payload(self._length(4), "str")  # a negative length, in CPython an error, is a very long one here
+        length = self._length(4)
+        if length >= 1 << 31:
+            self._fail("bad-length", f"a length of 4 bytes is signed here, found {length - (1 << 32)}")
+        self._payload(length, "str")
 
     def _short_binstring(self) -> None:
         self._payload(self._byte(), "str")
@@ -524,6 +549,7 @@ class Machine:
 
     def _list(self) -> None:
         items = self._pop_mark()
+        self._store(len(items))
         self._push(items)
 
     def _append(self) -> None:
@@ -539,6 +565,7 @@ class Machine:
             return
         if type(target) is not list:
             self._fail("bad-append", f"expected a list to append to, found {describe(target)}")
+        self._store(len(values))
         target.extend(values)
 
     def _empty_dict(self) -> None:
@@ -565,6 +592,7 @@ class Machine:
             return
         if type(target) is not dict and type(target) is not OrderedMapping:
             self._fail("bad-setitem", f"expected a dict to store in, found {describe(target)}")
+        self._store(len(items) // 2)
         for index in range(0, len(items), 2):
             set_item(target, items[index], items[index + 1], self._start)
 
@@ -640,12 +668,14 @@ class Machine:
         args = self._pop()
         function = self._pop()
         if function is REFUSED or args is REFUSED:
+            self.refused_calls += function is REFUSED
             self._push(REFUSED)
             return
         if type(function) is not Global:
             self._fail("bad-call", f"only an allowed global can be called, found {describe(function)}")
         if type(args) is not tuple:
             self._fail("bad-call", f"arguments must be a tuple, found {describe(args)}")
+        self._charge(len(args))
         if any(arg is REFUSED for arg in args):
             self._push(REFUSED)
             return
@@ -662,12 +692,17 @@ class Machine:
         construct = CONSTRUCTORS[function.module, function.name][0]
         if construct is None:
             self._fail("bad-call", f"{function} is only ever an argument, found a call of it")
+        if args and type(args[0]) is list:
+            self._store(len(args[0]))
+        elif args and type(args[0]) is str:
+            self._inline(len(args[0]))
         self._push(construct(args, self._start))
 
     def _newobj(self) -> None:
         args = self._pop()
         cls = self._pop()
         if cls is REFUSED or args is REFUSED:
+            self.refused_calls += cls is REFUSED
             self._push(REFUSED)
             return
         if type(cls) is not Global:

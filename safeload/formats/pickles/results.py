@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NoReturn
 
 from safeload.errors import Finding, LimitError, PolicyError
@@ -24,6 +25,7 @@ class Results:
         self._path: list[str] = []
         self._open: set[int] = set()  # containers that the current path goes through
         self._n_values = 0
+        self._n_characters = 0
 
     def convert(self, result: object, *, has_refusals: bool = False) -> Value:
         """Return the value that the file holds.
@@ -38,9 +40,9 @@ class Results:
         if has_refusals:
             return None
         value = self._value(result)
-        names = [tensor.name for tensor in self.tensors]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        counted = Counter(tensor.name for tensor in self.tensors)
+        if len(counted) != len(self.tensors):
+            twice = counted.most_common(1)[0][0]
             refuse("ambiguous-name", f"each tensor has a name of its own, found {twice[:80]!r} twice", None)
         return value
 
@@ -93,6 +95,9 @@ class Results:
                 f"a tensor's name has at most {MAX_NAME_CHARACTERS} characters, found {len(name)}",
                 array.offset,
             )
+        self._n_characters += len(name)
+        if self._n_characters > self._policy.limits.max_inline_bytes:
+            self._limit("max_inline_bytes", f"{self._n_characters:,} characters in the names of tensors")
         return name
 
     def _tensor(self, array: PendingArray) -> TensorSpec:
