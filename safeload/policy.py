@@ -179,7 +179,8 @@ class ShardRules(_Model):
 
 
 class Limits(_Model):
-    """Upper bounds. None is ever taken from the input, and each is checked before the resource is used."""
+    """Upper bounds. None is ever taken from the input. Those of memory are checked at least once for each 64 KiB that
+    are read, which is as far as one can be exceeded."""
 
     max_operations: Positive = 10_000_000
     """Opcodes a file. A shard has about 60; a pickle of a million plain numbers about a million."""

@@ -34,7 +34,7 @@ from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
 from safeload.parallel import Meter, n_processors, run
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport, Progress, Report
-from safeload.staging import StagedCheckpoint, check_file_set
+from safeload.staging import StagedCheckpoint, available_memory, check_file_set
 from safeload.tensors import RecordValue, TensorSpec, Value
 
 
@@ -368,6 +368,9 @@ def _with_digest(spec: TensorSpec, stream: StreamSource) -> TensorSpec:
         return replace(spec, sha256=stream.digests[extent.offset])
     from safeload.canonical import canonical_bytes  # needs numpy, which a plain scan must not load
 
-    # Bytes that are wanted in another order than they streamed past are read a second time.
+    # Bytes that are wanted in another order than they streamed past are read a second time, and held for that.
+    room = available_memory()
+    if extent.inline is None and 2 * extent.nbytes > room:
+        raise StagingError(f"to put {extent.nbytes:,} bytes in C order takes twice as much memory, found {room:,}")
     data = extent.inline if extent.inline is not None else stream.read_again(extent.offset, extent.nbytes)
     return replace(spec, sha256=sha256_hex(canonical_bytes(data, spec)))

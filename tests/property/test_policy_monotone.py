@@ -31,7 +31,7 @@ VALUES: tuple[Any, ...] = (
     Exploit(),
 )
 FILES = {
-    **{f"tensor{n:05}_{p:03}": pickled(v, p) for n, v in enumerate(VALUES) for p in range(6)},
+    **{f"tensor{n:05}_{p:03}": pickled(v, p) for n, v in enumerate(VALUES) for p in (0, 2, 4)},
     **{
         f"tensor{90 + n:05}_000": pickled(
             QuantizedWeight8bit(weight=np.ones((4, 2), np.int8), scales=np.ones((2, 2), dtype))  # type: ignore[call-arg]
@@ -62,7 +62,8 @@ def narrower(draw: st.DrawFn, wide: dict[str, Any]) -> dict[str, Any]:
     )
     made["pickle"]["records"] = tuple(
         {**rule, "fields": {name: some(found) for name, found in rule["fields"].items()}}
-        for rule in some(wide["pickle"]["records"])
+        # What a rule for shards names must stay declared.
+        for rule in (some(wide["pickle"]["records"]) if wide["shards"] is None else wide["pickle"]["records"])
     )
     if draw(st.booleans()):
         limit = draw(st.sampled_from(sorted(wide["limits"])))
@@ -79,7 +80,7 @@ def accepted(folder: Path, rules: dict[str, Any]) -> set[str]:
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_allowing_more_refuses_nothing_more(tmp_path: Path, data: st.DataObject) -> None:
     if not (tmp_path / "noise").exists():
         for name, content in FILES.items():
@@ -89,6 +90,6 @@ def test_allowing_more_refuses_nothing_more(tmp_path: Path, data: st.DataObject)
     assume(narrow != WIDE)
     by_narrow, by_middle, by_wide = (accepted(tmp_path, rules) for rules in (narrow, middle, WIDE))
     assert by_narrow <= by_middle <= by_wide
-    assert len(by_wide) > 50
+    assert len(by_wide) >= 27
     assert "noise" not in by_wide
     assert "b.md" not in by_wide

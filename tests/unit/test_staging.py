@@ -481,7 +481,7 @@ def test_an_interruption_ends_the_threads_promptly_and_gives_all_memory_back(
 ) -> None:
     contents = {"big": content(1, 20 * MIB), "big2": content(2, 20 * MIB)}
     lay_out(tmp_path, contents)
-    monkeypatch.setattr(staging, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(parallel, "_POLL_SECONDS", 0.01)
     real, pieces = os.preadv, []
 
     def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
