@@ -33,7 +33,7 @@ from pydantic import (
 from safeload.digests import sha256_hex
 from safeload.errors import ConfigError, escape, reason
 from safeload.records import Record
-from safeload.tensors import DTYPE_ITEMSIZE
+from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE
 
 DEFAULT_POLICY = "numpy-quantized"
 """The policy that is used where none is named."""
@@ -42,10 +42,34 @@ MAX_POLICY_BYTES = 1024 * 1024
 """A policy is written by hand; a larger file is a mistake."""
 
 
+INTERPRETED_GLOBALS = frozenset(
+    {
+        *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+        *(f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")),
+        "numpy.ndarray",
+        "numpy.dtype",
+        *(f"ml_dtypes.{name}" for name in ML_DTYPES_ITEMSIZE),
+        "_codecs.encode",
+        *(f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("bytes", "object")),
+        "copy_reg._reconstructor",
+        "copyreg._reconstructor",
+        "collections.OrderedDict",
+        "jax._src.array._reconstruct_array",
+    }
+)
+"""Every global that a policy can list: those that `formats.pickles.constructors` interprets; a test holds it."""
+
+
 def _usable_as_field(name: str) -> str:
     # A record class is made with these names, and what it has itself must not be hidden by one of them.
     if keyword.iskeyword(name) or name.startswith("_") or hasattr(Record, name):
         raise ValueError(f"a record cannot have a field called {name}")
+    return name
+
+
+def _interpreted(name: str) -> str:
+    if name not in INTERPRETED_GLOBALS:
+        raise ValueError(f"safeload has no constructor for {name}; a class of plain fields is a [[pickle.records]]")
     return name
 
 
@@ -68,10 +92,10 @@ class _Model(BaseModel):
 class AllowedGlobals(_Model):
     """One or more (module, name) pairs that a pickle may mention, written `module.name`, and why that is harmless.
 
-    Only pairs that a built-in constructor interprets have a meaning: a policy narrows, it cannot teach new calls.
+    Only pairs that a built-in constructor interprets can be listed: a policy narrows, it cannot teach new calls.
     """
 
-    names: tuple[DottedName, ...] = Field(min_length=1)
+    names: tuple[Annotated[DottedName, AfterValidator(_interpreted)], ...] = Field(min_length=1)
     reason: Reason
 
 
@@ -179,8 +203,10 @@ class ShardRules(_Model):
 
 
 class Limits(_Model):
-    """Upper bounds. None is ever taken from the input. Those of memory are checked at least once for each 64 KiB that
-    are read, which is as far as one can be exceeded."""
+    """Upper bounds, none of them taken from the input.
+
+    Those of memory are checked at least once for each 64 KiB that are read, which is as far as one can be exceeded.
+    """
 
     max_operations: Positive = 10_000_000
     """Opcodes a file. A shard has about 60; a pickle of a million plain numbers about a million."""

@@ -191,7 +191,7 @@ def _parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
             f"policy {policy.name} does not allow pickles",
             hint='add "pickle" to `allow` under [formats] in the policy',
         )
-        return "pickle", replace(parsed, refusal=PolicyError(finding))
+        return "pickle", _refused(parsed, PolicyError(finding))
     return "pickle", _check_shard(name, parsed, policy)
 
 
@@ -218,7 +218,11 @@ def _check_shard(name: str, parsed: Parsed, policy: Policy) -> Parsed:
         findings.append(
             Finding("shard-dtype", f"expected an array of {expected}, found {value.dtype}", offset=0, hint=hint)
         )
-    return replace(parsed, refusal=PolicyError(*findings)) if findings else parsed
+    return _refused(parsed, PolicyError(*findings)) if findings else parsed
+
+
+def _refused(parsed: Parsed, refusal: RejectedError) -> Parsed:
+    return Parsed(globals=parsed.globals, refusal=refusal)
 
 
 def _check_against(entry: FileEntry, kind: str, parsed: Parsed) -> Parsed:
@@ -236,7 +240,7 @@ def _check_against(entry: FileEntry, kind: str, parsed: Parsed) -> Parsed:
         f"{len(parsed.tensors)}; or their types, places or globals differ",
         hint="the bytes are those that were signed, so the manifest was made by other rules; sign the directory again",
     )
-    return replace(parsed, refusal=PolicyError(finding))
+    return _refused(parsed, PolicyError(finding))
 
 
 def _facts(spec: TensorSpec) -> tuple[object, ...]:
@@ -358,7 +362,7 @@ def _check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parse
         hint="the file is not the one that was signed; fetch it again",
     )
     others = () if parsed.refusal is None else parsed.refusal.findings
-    return replace(parsed, tensors=(), refusal=DigestMismatchError(finding, *others))
+    return _refused(parsed, DigestMismatchError(finding, *others))
 
 
 def _with_digest(spec: TensorSpec, stream: StreamSource) -> TensorSpec:

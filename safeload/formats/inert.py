@@ -78,6 +78,9 @@ def _check_for_pickle(source: Source, content: Literal["json", "text", "opaque"]
 
     Its name keeps our loader away from it, and not another's. What breaks before its end may have called something by
     then, so a call of what is refused counts as much as an end.
+
+    NOTE: the machine stops at more than other readers do, so a text can be made that it gives up before a call that
+    they would reach. Nothing here loads such a file; that somebody else unpickles a README is outside the threat model.
     """
     machine = Machine(source, policy)
     parsed = parse_pickle(source, policy, machine=machine)

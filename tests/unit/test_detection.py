@@ -1,0 +1,100 @@
+"""A file is what its first bytes say, whatever it is called; and a pickle is never taken for anything else."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import tarfile
+import zipfile
+import zlib
+
+import numpy as np
+import pytest
+
+from safeload.formats.detection import _MAGIC, HEAD_BYTES, detect
+from tests.streams import honest_streams
+
+
+def name_of(data: bytes) -> str | None:
+    kind = detect(data[:HEAD_BYTES], len(data))
+    return None if kind is None else kind.name
+
+
+def made() -> dict[str, bytes]:
+    """Files that the standard library and numpy themselves write."""
+    zipped, tarred, npy = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("a", "b")
+    with tarfile.open(fileobj=tarred, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("a"))
+    np.save(npy, np.zeros(3))
+    empty = io.BytesIO()
+    zipfile.ZipFile(empty, "w").close()
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    return {
+        "zip": zipped.getvalue(),
+        "tar": tarred.getvalue(),
+        "npy": npy.getvalue(),
+        "gzip": gzip.compress(b"a"),
+        "xz": lzma.compress(b"a"),
+        "zlib": zlib.compress(b"a"),
+        "safetensors": len(header).to_bytes(8, "little") + header + bytes(4),
+        "html": b"\r\n  <!DOCTYPE HTML><html>",
+        "git-lfs-pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+        "script": b"#!/bin/sh\n",
+    }
+
+
+@pytest.mark.parametrize("name", made())
+def test_files_as_they_are_written_are_recognized(name: str) -> None:
+    data = made()[name]
+    assert name_of(data) == name
+    assert name_of(b"\0" + data) is None or name == "html"
+
+
+def test_an_empty_archive_is_an_archive() -> None:
+    empty = io.BytesIO()
+    zipfile.ZipFile(empty, "w").close()
+    assert name_of(empty.getvalue()) == "zip"
+
+
+@pytest.mark.parametrize(
+    ("offset", "magic", "kind"), _MAGIC, ids=lambda value: repr(value) if isinstance(value, bytes) else ""
+)
+def test_each_signature_is_recognized_where_it_stands_and_only_whole(offset: int, magic: bytes, kind: object) -> None:
+    assert detect(bytes(offset) + magic, offset + len(magic)) is kind
+    assert detect(bytes(offset) + magic[:-1], offset + len(magic) - 1) is not kind
+    assert detect(bytes(offset + 1) + magic, offset + 1 + len(magic)) is not kind
+    assert offset + len(magic) <= HEAD_BYTES
+
+
+@pytest.mark.parametrize("level", [1, 6, 9])
+def test_zlib_is_recognized_at_any_level(level: int) -> None:
+    assert name_of(zlib.compress(b"a" * 100, level)) == "zlib"
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_is_a_pickle_or_nothing_known(protocol: int) -> None:
+    assert name_of(honest_streams()[protocol]) == ("pickle" if protocol >= 2 else None)
+
+
+def test_a_pickle_that_looks_like_an_archive_behind_its_header_is_a_pickle() -> None:
+    assert name_of(b"\x80\x04" + bytes(255) + b"ustar") == "pickle"
+
+
+def test_each_foreign_kind_says_what_it_is_and_what_to_do() -> None:
+    for _, _, kind in _MAGIC:
+        assert kind.noun.startswith(("a ", "an ", "gzip", "bzip2", "xz", "zstd", "lz4", "zlib"))
+        assert len(kind.advice) > 8
+
+
+@pytest.mark.parametrize("data", [b"", b"\0", b"{}", b"hello", b"\x1f", b"<h", bytes(8), bytes(8) + b"["])
+def test_anything_else_is_nothing_known(data: bytes) -> None:
+    assert name_of(data) is None
+
+
+def test_a_safetensors_header_must_fit_the_file() -> None:
+    assert name_of((1 << 40).to_bytes(8, "little") + b"{") is None
+    assert name_of((1).to_bytes(8, "little") + b"{") == "safetensors"
+    assert name_of((2).to_bytes(8, "little") + b"{") is None

@@ -1,0 +1,146 @@
+import pickle
+import pickletools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from safeload.cli import main
+from safeload.errors import ConfigError
+from safeload.explaining import MAX_DECOMPILED_BYTES, MAX_STEPS, explain
+from safeload.scanning import scan
+from tests.streams import honest_streams
+
+HOSTILE = b"cos\nsystem\n(S'touch pwned'\ntR."
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_every_opcode_of_an_accepted_file_is_one_step_at_its_offset(tmp_path: Path, protocol: int) -> None:
+    data = honest_streams()[protocol]
+    explanation = explain(write(tmp_path / "a", data))
+    expected = [(position, opcode.name) for opcode, _, position in pickletools.genops(data)]
+    assert [(step.offset, step.opcode) for step in explanation.steps] == expected
+    assert sum(step.nbytes for step in explanation.steps) == len(data)
+    assert all(step.refusal is None for step in explanation.steps)
+    assert explanation.report.verdict == "accepted"
+
+
+def test_the_stack_effect_is_that_of_the_run(tmp_path: Path) -> None:
+    steps = explain(write(tmp_path / "a", b"\x80\x02(K\x01K\x02t.")).steps
+    assert [(s.opcode, s.marks, s.before, s.after) for s in steps] == [
+        ("PROTO", 0, 0, 0),
+        ("MARK", 0, 0, 0),
+        ("BININT1", 1, 0, 1),
+        ("BININT1", 1, 1, 2),
+        ("TUPLE", 1, 2, 1),
+        ("STOP", 0, 1, 1),
+    ]
+
+
+def test_a_refused_global_is_marked_where_it_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    explanation = explain(write(tmp_path / "a", HOSTILE))
+    assert [(s.offset, s.opcode) for s in explanation.steps if s.refusal is not None] == [(0, "GLOBAL")]
+    assert explanation.steps[-1].opcode == "STOP"
+    assert explanation.report.globals == ("os.system",)
+    assert explanation.report.verdict == "rejected"
+
+
+def test_an_allowed_global_comes_with_the_policy_s_reason(tmp_path: Path) -> None:
+    explanation = explain(write(tmp_path / "a", pickle.dumps(np.ones(2), 4)))
+    named = [step.result for step in explanation.steps if step.opcode == "STACK_GLOBAL"]
+    assert any("numpy.ndarray: Only as the first argument of _reconstruct" in result for result in named)
+
+
+def test_a_broken_file_shows_how_far_it_got_and_never_fails(tmp_path: Path) -> None:
+    data = honest_streams()[4]
+    for length in range(len(data)):
+        explanation = explain(write(tmp_path / "a", data[:length]))
+        assert explanation.report.verdict == "rejected"
+        whole = [step for step in explanation.steps if step.refusal is None]
+        assert sum(step.nbytes for step in whole) <= length
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 40, b"PK\x03\x04....", b"\x80\x09.", b"(" * 5000, bytes(range(256))])
+def test_what_is_no_pickle_is_explained_too(tmp_path: Path, data: bytes) -> None:
+    assert explain(write(tmp_path / "a", data)).report.verdict == "rejected"
+
+
+def test_the_report_is_that_of_a_scan(tmp_path: Path) -> None:
+    for data in (*honest_streams().values(), HOSTILE, b"junk"):
+        path = write(tmp_path / "a", data)
+        (scanned,) = scan(path).files
+        explained = explain(path).report
+        assert explained == scanned
+
+
+def test_the_program_is_what_would_have_run(tmp_path: Path) -> None:
+    explanation = explain(write(tmp_path / "a", HOSTILE))
+    assert explanation.has_program
+    assert "from os import system" in explanation.program
+    assert "system('touch pwned')" in explanation.program
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_without_fickling_the_hint_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fickling", "fickling.fickle"):
+        monkeypatch.setitem(sys.modules, name, None)
+    explanation = explain(write(tmp_path / "a", HOSTILE))
+    assert not explanation.has_program
+    assert "pip install 'safeload[explain]'" in explanation.program
+    assert explanation.report.verdict == "rejected"
+
+
+def test_a_failure_of_fickling_costs_only_its_own_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fickling.fickle import Pickled
+
+    def fail(_data: bytes) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(Pickled, "load", fail)
+    explanation = explain(write(tmp_path / "a", pickle.dumps(np.ones(2), 4)))
+    assert explanation.report.verdict == "accepted"
+    assert not explanation.has_program
+    assert "too deep" in explanation.program
+
+
+def test_a_large_file_is_not_given_to_fickling(tmp_path: Path) -> None:
+    array = np.zeros(MAX_DECOMPILED_BYTES, np.int8)
+    explanation = explain(write(tmp_path / "a", pickle.dumps(array, 4)))
+    assert explanation.report.verdict == "accepted"
+    assert not explanation.has_program
+
+
+def test_a_long_run_is_cut_and_counted(tmp_path: Path) -> None:
+    explanation = explain(write(tmp_path / "a", pickle.dumps(list(range(MAX_STEPS)), 4)))
+    assert len(explanation.steps) == MAX_STEPS
+    assert explanation.n_steps > MAX_STEPS
+
+
+def test_a_path_that_is_no_file_is_a_config_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing", "a\0"):
+        with pytest.raises(ConfigError):
+            explain(path)
+
+
+def test_the_command_ends_with_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(write(tmp_path / "a", HOSTILE))]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1].startswith("rejected: global-not-allowed")
+    assert any("REFUSED: policy numpy-quantized does not allow the global os.system" in line for line in out)
+    assert main(["explain", str(write(tmp_path / "b", pickle.dumps(np.ones(2), 4)))]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "accepted"
+
+
+def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b]0;owned\x07\u202e"
+    data = b"\x80\x02X" + len(evil.encode()).to_bytes(4, "little") + evil.encode()
+    data += b"c" + evil.encode() + b"\nsystem\n0."
+    assert main(["explain", str(write(tmp_path / "a", data))]) == 1
+    shown = capsys.readouterr()
+    assert all(c.isprintable() or c == "\n" for c in shown.out + shown.err)
