@@ -16,10 +16,10 @@ JOBS ?= 2
 FUZZ_SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help $(VENV) demo test lint bench fuzz clean
+.PHONY: help $(VENV) demo test lint bench bench-peers fuzz clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[^#[:space:]].*:.*## / {sub(/\$$\(VENV\)/, "$(VENV)", $$1); printf "%-8s %s\n", $$1, $$2}' \
+	@awk -F ':.*## ' '/^[^#[:space:]].*:.*## / {sub(/\$$\(VENV\)/, "$(VENV)", $$1); printf "%-11s %s\n", $$1, $$2}' \
 	  $(firstword $(MAKEFILE_LIST))
 
 $(VENV): $(STAMP) ## make the environment with everything for development (PYTHON=... chooses the interpreter)
@@ -35,7 +35,7 @@ demo: $(STAMP) ## sign a small checkpoint, load it, then try to cheat
 	@$(BIN)/safeload demo
 
 test: $(STAMP) ## run every test but the fuzzers
-	$(BIN)/python -m pytest -q -m 'not fuzz' -n $(JOBS) --dist loadfile --hypothesis-profile ci
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --hypothesis-profile ci
 
 lint: $(STAMP) ## check style, types and who imports whom
 	$(BIN)/ruff check .
@@ -47,8 +47,14 @@ bench: $(STAMP) ## run every benchmark; each prints one table
 	@set -e; for f in benchmarks/bench_*.py; do \
 	  echo "== $$f"; $(BIN)/python -m "benchmarks.$$(basename "$$f" .py)"; done
 
-fuzz: $(STAMP) ## feed damaged and random bytes to the parsers for FUZZ_SECONDS
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -q -m fuzz tests/fuzz
+bench-peers: ## install the peers that the benchmarks compare with, in an environment of their own
+	@$(VENV)-peers/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check picklescan modelscan fickling
+
+fuzz: $(STAMP) ## feed damaged and random bytes to the parsers for FUZZ_SECONDS (default 60)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,fuzz]'
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 clean: ## remove the environment and everything that was made
 	rm -rf $(VENV) build dist .coverage* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

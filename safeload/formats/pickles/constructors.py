@@ -161,6 +161,9 @@ def _scalar(args: tuple[object, ...], offset: int) -> PendingArray:
         refuse("bad-payload", "scalar takes bytes, found a bytearray", offset)
     array = PendingArray(offset)
     _complete(array, dtype, (), payload, offset)
+    # numpy makes True of every byte but 0 here, where an array keeps the byte.
+    if array.dtype == DType("bool") and (type(payload) is not Payload or payload.head not in {b"\0", b"\1"}):
+        refuse("bad-payload", "a scalar bool is the byte 0 or 1, found another", offset)
     return array
 
 
