@@ -3,7 +3,7 @@
 manifest bytes --verify--> TrustedManifest       who signed which files
 directory      --stage---> StagedCheckpoint      those bytes, read once, hashed, frozen
                --scan----> AdmittedCheckpoint    nothing in them that the policy does not allow
-               --decode--> HostTensor            views on the same bytes
+               --decode--> HostTensor            arrays on the same bytes
                --assemble> jax.Array             sharded over devices
 
 A module that ends in `-ing` is a step; every other module is a noun. `loading` is the whole chain on one screen.

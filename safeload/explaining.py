@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from safeload.errors import ConfigError, escape
+from safeload.errors import ConfigError, Finding, escape
 from safeload.files import Root, StreamSource
 from safeload.formats import Source
 from safeload.formats.detection import HEAD_BYTES, detect
@@ -77,10 +77,14 @@ def explain(path: str | Path, *, policy: str | Path | Policy = DEFAULT_POLICY) -
         if kind is not None and kind.name != "pickle":
             return Explanation(report, (), 0, f"it is {kind.noun}, and no pickle", has_program=False)
         parsed = parse_pickle(stream, rules, machine=TracingMachine(stream, rules, keep))
-        if report.format in {"pickle", "unknown"}:
-            report = replace(report, globals=parsed.globals)
+        report = replace(report, globals=parsed.globals, findings=tuple(map(_without_this_hint, report.findings)))
         program, has_program = _decompile(stream)
     return Explanation(report, tuple(steps), n_steps, program, has_program)
+
+
+def _without_this_hint(finding: Finding) -> Finding:
+    # The hint to explain the file has been taken.
+    return replace(finding, hint=None) if "safeload explain" in (finding.hint or "") else finding
 
 
 def _decompile(source: Source) -> tuple[str, bool]:

@@ -84,8 +84,10 @@ def load(
     if shardings is None:
         return {path: arrays(value) for path, value in tree.items()}
     # The only late import: jax takes half a second to import and claims devices, which verifying must not.
-    from safeload.assembling import assemble
-
+    try:
+        from safeload.assembling import assemble
+    except ImportError as err:
+        raise ConfigError("JAX is not installed, and shardings need it", hint="install safeload's extra `jax`") from err
     assembled: Mapping[str, Any] = assemble(tree, shardings)
     return assembled
 

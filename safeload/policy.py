@@ -29,6 +29,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from safeload.digests import sha256_hex
 from safeload.errors import ConfigError, escape, reason
@@ -37,6 +38,9 @@ from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE
 
 DEFAULT_POLICY = "numpy-quantized"
 """The policy that is used where none is named."""
+
+MAX_PROBLEMS = 8
+"""How many problems of a policy file are told at once."""
 
 MAX_POLICY_BYTES = 1024 * 1024
 """A policy is written by hand; a larger file is a mistake."""
@@ -324,6 +328,19 @@ class Policy(_Model):
         """Whether it was written as the difference to another policy."""
         return self._is_derived
 
+    def admits_by(self, table: str, line: str) -> str:
+        """Return the hint that names the line of a policy that would admit what was refused.
+
+        Args:
+            table: Where it belongs, as a policy that stands alone has it: "[limits]" or "[[pickle.globals]]".
+            line: What to write there.
+        """
+        if self.is_derived or self.source in dict(shipped_policies()):
+            table = table.replace("[[", "[[widen.") if table.startswith("[[") else table.replace("[", "[widen.")
+            whose = f"policy {self.name}" if self.is_derived else f'a policy of your own that extends = "{self.name}"'
+            return f"{whose} can admit it: {table} {line}"
+        return f"policy {self.name} can admit it: {table} {line}"
+
     @property
     def source(self) -> str:
         """Where the policy was read from: a shipped policy's name, or a path."""
@@ -363,11 +380,12 @@ class Policy(_Model):
             else:
                 policy = cls.model_validate(table)
         except ValidationError as err:
-            problem = err.errors(include_url=False, include_context=False)[0]
-            place = ".".join(str(part) for part in problem["loc"]) or "the file"
+            problems = err.errors(include_url=False, include_context=False)
+            shown = [_in_words(problem) for problem in problems[:MAX_PROBLEMS]]
+            shown += [f"and {len(problems) - MAX_PROBLEMS} more"] * (len(problems) > MAX_PROBLEMS)
             raise ConfigError(
-                f"policy {escape(source)}: {escape(place)}: {escape(problem['msg'])}",
-                hint="see `safeload policy show numpy-quantized` for a complete, commented example",
+                f"policy {escape(source)}: {'; '.join(shown)}",
+                hint="the README's section on policies has an example; `safeload policy show NAME` prints a whole one",
             ) from err
         except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as err:
             raise ConfigError(f"policy {escape(source)}: not TOML: {escape(str(err))}") from err
@@ -413,6 +431,21 @@ class Policy(_Model):
         import tomli_w
 
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, by_alias=True))
+
+
+def _in_words(problem: ErrorDetails) -> str:
+    """Say what is wrong with one place of a policy file."""
+    place = ".".join(str(part) for part in problem["loc"]) or "the file"
+    match problem["type"]:
+        case "missing":
+            found = "expected it, found none"
+        case "extra_forbidden" if place in Policy.model_fields:
+            found = f"a policy that extends another says [widen.{place}] or [narrow.{place}]"
+        case "extra_forbidden":
+            found = "there is no such key"
+        case _:
+            found = problem["msg"].removeprefix("Value error, ")
+    return f"{escape(place)}: {escape(found)}"
 
 
 T = TypeVar("T")

@@ -49,7 +49,7 @@ class FileReport:
         return "rejected" if self.findings else "accepted"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """The outcome of one run.
 
@@ -68,6 +68,19 @@ class Report:
         """Rejected if there is any finding anywhere; also if nothing at all was looked at."""
         refused = self.findings or not self.files or any(file.findings for file in self.files)
         return "rejected" if refused else "accepted"
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the verdict is "accepted"."""
+        return self.verdict == "accepted"
+
+    def __bool__(self) -> bool:
+        """Refuse to be taken for a verdict: `if scan(path):` would be true of every report."""
+        raise TypeError("a report is neither true nor false; ask for its `is_accepted` or `verdict`")
+
+    def __repr__(self) -> str:
+        n_findings = len(self.all_findings)
+        return f"<Report: {self.verdict}, {len(self.files)} file(s), {n_findings} finding(s)>"
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
@@ -116,6 +129,9 @@ def tensor_json(tensor: TensorSpec) -> dict[str, Any]:
     }
     if tensor.dtype.big_endian:
         shown["byteorder"] = "big"
+    if tensor.extent.inline is not None:
+        # Then `offset` is that of the opcode which carries the payload in an encoding of its own.
+        shown["inline"] = True
     if tensor.sha256 is not None:
         shown["sha256"] = tensor.sha256
     return shown

@@ -7,6 +7,7 @@ nothing. `admit` looks at what was staged, and its result is the proof that a lo
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from safeload.errors import (
     DigestMismatchError,
     FileSetError,
     Finding,
+    FormatError,
     PolicyError,
     RejectedError,
     StagingError,
@@ -27,7 +29,7 @@ from safeload.errors import (
 )
 from safeload.files import Root, StreamSource
 from safeload.formats import MemorySource, Parsed, Source
-from safeload.formats.detection import HEAD_BYTES, detect
+from safeload.formats.detection import HEAD_BYTES, detect, looks_like_text
 from safeload.formats.inert import check_inert
 from safeload.formats.pickles import parse_pickle
 from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
@@ -71,6 +73,9 @@ def scan(
         policy: What is allowed: a shipped policy's name, a path to your own, or a `Policy`.
         digests: Whether to add the SHA-256 of each file and of each tensor's value.
         progress: Told of the bytes that were dealt with.
+
+    Returns:
+        The report. Nothing is raised for what is found: look at its `verdict`, or `is_accepted`.
 
     Raises:
         ConfigError: A path does not exist, or the policy is not valid.
@@ -178,18 +183,24 @@ def _parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
     inert = policy.files.inert_for(name)
     if inert is not None:
         return inert.content, check_inert(source, inert.content, policy)
-    kind = detect(source.read(0, HEAD_BYTES), source.size)
+    head = source.read(0, HEAD_BYTES)
+    kind = detect(head, source.size)
     if kind is not None and kind.name != "pickle":
         finding = Finding("format-not-supported", f"expected a pickle, found {kind.noun}", offset=0, hint=kind.advice)
         return kind.name, Parsed(refusal=PolicyError(finding))
     parsed = parse_pickle(source, policy)
-    if kind is None and parsed.refusal is not None and parsed.refusal.findings[0].code == "not-a-pickle":
+    if kind is None and isinstance(parsed.refusal, FormatError) and looks_like_text(head):
+        # A pickle of protocol 0 is text as well, so this says what else it may be and decides nothing.
+        hint = policy.admits_by("[[files.inert]]", f'patterns = ["{escape(name)}"], content = "text", and a reason')
+        findings = (replace(finding, hint=f"if it is plain text, {hint}") for finding in parsed.refusal.findings)
+        parsed = _refused(parsed, FormatError(*findings))
+    if parsed.refusal is not None and parsed.refusal.findings[0].code in {"not-a-pickle", "empty-file"}:
         return "unknown", parsed
     if "pickle" not in policy.formats.allow:
         finding = Finding(
             "format-not-allowed",
             f"policy {policy.name} does not allow pickles",
-            hint='add "pickle" to `allow` under [formats] in the policy',
+            hint='such a policy needs "pickle" in `allow` under [formats]',
         )
         return "pickle", _refused(parsed, PolicyError(finding))
     return "pickle", _check_shard(name, parsed, policy)
@@ -268,7 +279,9 @@ def _file_report(path: str, kind: str, size: int | None, parsed: Parsed, sha256:
     refusal = parsed.refusal
     if refusal is None:
         return FileReport(path, kind, size, sha256, (), parsed.tensors, parsed.globals)
-    return FileReport(path, kind, size, sha256, refusal.findings, (), parsed.globals, type(refusal))
+    look = f"to see what it would do, without running it: safeload explain {shlex.quote(escape(path))}"
+    findings = tuple(replace(f, hint=f.hint or look) if kind == "pickle" else f for f in refusal.findings)
+    return FileReport(path, kind, size, sha256, findings, (), parsed.globals, type(refusal))
 
 
 # ---------------------------------------------------------------- files on disk

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 _NUMPY_ITEMSIZE = {
@@ -75,7 +75,7 @@ class Extent:
 
     offset: int
     nbytes: int
-    inline: bytes | None = None
+    inline: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ class Kind:
 
 
 _UNPACK = "unpack it, and verify and scan what comes out"
-_CONVERT = "convert it to one pickle of plain arrays for each tensor; other containers are not read yet"
-_REMOVE = "it does not belong in a checkpoint; remove it"
+_CONVERT = "other containers are not read yet; convert it to a pickle of a dict of numpy arrays"
+_REMOVE = "it does not belong in a checkpoint; move it out of the directory"
 
 _MAGIC: tuple[tuple[int, bytes, Kind], ...] = (
     (0, b"PK\x03\x04", Kind("zip", "a zip archive (npz, PyTorch or Keras)", _CONVERT)),
@@ -46,6 +46,7 @@ _MAGIC: tuple[tuple[int, bytes, Kind], ...] = (
     (0, b"\x7fELF", Kind("program", "an ELF program", _REMOVE)),
     (0, b"MZ", Kind("program", "a Windows program", _REMOVE)),
     (0, b"\xcf\xfa\xed\xfe", Kind("program", "a macOS program", _REMOVE)),
+    (0, b"-----BEGIN ", Kind("pem", "a PEM file (a key or a certificate)", "keep keys apart from what they sign")),
     (0, b"#!", Kind("script", "a script", _REMOVE)),
     (
         0,
@@ -59,6 +60,14 @@ HEAD_BYTES = 512
 
 _PICKLE_PROTO = 0x80
 _HTML = (b"<!doctype html", b"<html", b"<?xml")
+
+
+def looks_like_text(head: bytes) -> bool:
+    """Whether the first bytes of a file are printable UTF-8."""
+    # A character may be cut at the end of the head.
+    text = head.decode("utf-8", "ignore")
+    whole = len(head) - len(text.encode()) < 4
+    return whole and bool(text) and all(c.isprintable() or c in "\t\r\n" for c in text)
 
 
 def detect(head: bytes, size: int) -> Kind | None:

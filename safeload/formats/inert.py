@@ -30,7 +30,7 @@ def check_inert(source: Source, content: Literal["json", "text", "opaque"], poli
         finding = Finding(
             "limit-exceeded",
             f"a file of {source.size:,} bytes that is no tensor; the policy allows {limit:,}",
-            hint="an honest file that needs more can be admitted by `max_inert_bytes` under [limits] in the policy",
+            hint=policy.admits_by("[limits]", "`max_inert_bytes` with a larger number, if the file is honest"),
         )
         return Parsed(refusal=LimitError(finding))
     kind = detect(source.read(0, HEAD_BYTES), source.size)

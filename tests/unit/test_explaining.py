@@ -1,6 +1,7 @@
 import pickle
 import pickletools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,9 @@ def test_the_report_is_that_of_a_scan(tmp_path: Path) -> None:
         path = write(tmp_path / "a", data)
         (scanned,) = scan(path).files
         explained = explain(path).report
-        assert explained == scanned
+        # The hint to explain the file is the one thing that it leaves out.
+        kept = tuple(replace(f, hint=None) if "explain" in (f.hint or "") else f for f in scanned.findings)
+        assert explained == replace(scanned, findings=kept)
 
 
 def test_the_program_is_what_would_have_run(tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent.parent / "README.md").read_text(encoding="utf-8")
+from safeload.policy import Policy, load_policy
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
 
 
@@ -73,6 +76,24 @@ def test_the_first_screen_is_three_commands_and_what_they_prove() -> None:
 
 
 def test_every_make_target_that_is_named_exists() -> None:
-    makefile = (Path(__file__).parent.parent.parent / "Makefile").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    claims = re.findall(r"^\| (S[0-9]+) \|.*\|(.*)\|$", page, re.MULTILINE)
+    assert [name for name, _ in claims] == [f"S{n}" for n in range(1, len(claims) + 1)]
+    for name, tests in claims:
+        named = re.findall(r"`([^`]+)`", tests)
+        assert named, name
+        assert [t for t in named if not t.startswith("make ") and not (ROOT / t).is_file()] == [], name
+
+
+def test_the_policy_of_the_readme_is_one() -> None:
+    (text,) = blocks("toml")
+    policy = Policy.parse(text.encode(), source="README.md")
+    base = load_policy("numpy-quantized")
+    assert len(policy.additions_to(base)) == 2
+    assert len(base.additions_to(policy)) == 2

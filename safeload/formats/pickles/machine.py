@@ -112,7 +112,7 @@ class Machine:
                 "limit-exceeded",
                 f"{asked}; the policy allows {bound:,}",
                 offset=self._start,
-                hint=f"an honest file that needs more can be admitted by `{name}` under [limits] in the policy",
+                hint=self.policy.admits_by("[limits]", f"`{name}` with a larger number, if the file is honest"),
             )
         )
 
@@ -284,7 +284,7 @@ class Machine:
                     f"policy {self.policy.name} allows pickle protocols "
                     f"{', '.join(map(str, self._rules.protocols))}; found {found}",
                     offset=0,
-                    hint="add it to `protocols` under [pickle] in the policy",
+                    hint=self.policy.admits_by("[pickle]", f"protocols = [{0 if self._protocol is None else newest}]"),
                 )
             )
         return newest
@@ -319,7 +319,8 @@ class Machine:
             self._fail(
                 "not-a-pickle",
                 f"expected a pickle, found a file that begins {self._window[:8]!r}",
-                "remove it; or, if it is plain data, admit its name by [[files.inert]] in the policy",
+                "move it out of the directory; or, if it is plain data, "
+                + self.policy.admits_by("[[files.inert]]", "patterns = [its name], content and a reason"),
             )
         self._fail("unknown-opcode", f"expected a pickle opcode, found byte {byte:#04x}")
 
@@ -634,10 +635,11 @@ class Machine:
         spoken = (self._protocol or 0) in known[1] if known is not None else False
         if known is not None and spoken and full in self._rules.global_names:
             return Global(module, name)
+        hint: str | None
         if known is not None and not spoken:
             hint = "this is Python 2's name, which only protocols 0 to 2 may use"
         elif known is not None:
-            hint = f'a policy can allow it: [[pickle.globals]] names = ["{full}"] with a reason'
+            hint = self.policy.admits_by("[[pickle.globals]]", f'names = ["{full}"], and a reason')
         else:
             import difflib
 
@@ -648,7 +650,7 @@ class Machine:
                 f"the nearest that policy {self.policy.name} allows is {close[0]}; if this is a class of plain fields, "
                 "a policy can declare it under [[pickle.records]]"
                 if close
-                else "to see what the file would do, without running it: safeload explain FILE"
+                else None
             )
         self.findings.append(
             Finding(

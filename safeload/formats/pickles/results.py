@@ -169,6 +169,6 @@ class Results:
             Finding(
                 "limit-exceeded",
                 asked,
-                hint=f"an honest file that needs more can be admitted by `{name}` under [limits] in the policy",
+                hint=self._policy.admits_by("[limits]", f"`{name}` with a larger number, if the file is honest"),
             )
         )
