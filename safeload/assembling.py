@@ -121,7 +121,8 @@ def _array(tensor: HostTensor, place: Shardings) -> jax.Array:
             single: jax.Array = jax.device_put(native)
             return single
     except Exception as err:
-        raise ShardingError(f"{described}: {escape(str(err))}") from err
+        why = _why_unfit(getattr(place, "spec", None), array.shape, err)
+        raise ShardingError(f"{described}: {why}") from err
     raise ShardingError(
         f"{described}: JAX would narrow it to {kept}",
         hint="call jax.config.update('jax_enable_x64', True), or load it as numpy",
@@ -173,8 +174,18 @@ def fit(mesh: Mesh, spec: PartitionSpec | None, *, path: str, shape: tuple[int, 
         sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
         sharding.shard_shape(shape)
     except Exception as err:
-        raise ShardingError(f"{escape(path)}: {shape} does not fit {escape(str(spec))}: {escape(str(err))}") from err
+        why = _why_unfit(spec, shape, err)
+        raise ShardingError(f"{escape(path)}: {shape} does not fit {escape(str(spec))}: {why}") from err
     return sharding
+
+
+def _why_unfit(spec: Any, shape: tuple[int, ...], err: Exception) -> str:
+    """JAX's words, but where the spec is longer than the shape: that may end in an IndexError of its own."""
+    if not isinstance(spec, PartitionSpec) or len(spec) <= len(shape):
+        return escape(str(err))
+    entries = "1 entry" if len(spec) == 1 else f"{len(spec)} entries"
+    dimensions = "1 dimension" if len(shape) == 1 else f"{len(shape)} dimensions"
+    return f"the spec has {entries}, the tensor {dimensions}"
 
 
 def process_count() -> int:

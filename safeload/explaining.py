@@ -92,7 +92,10 @@ def _decompile(source: Source) -> tuple[str, bool]:
     try:
         from fickling.fickle import Pickled
     except ImportError:
-        return "fickling is not installed: pip install 'safeload[explain]'", False
+        return (
+            "fickling is not installed; install safeload with its extra `explain`: pip install '.[explain]' in its repository",
+            False,
+        )
     if source.size > MAX_DECOMPILED_BYTES:
         return f"the file has more than {MAX_DECOMPILED_BYTES:,} bytes, which fickling would read whole", False
     try:

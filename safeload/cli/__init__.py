@@ -7,25 +7,30 @@ Every command imports what it needs when it runs, so that `--help` and `scan` st
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
 import typer.main
 
 from safeload import __version__
-from safeload.cli import checkpoints, demo, explanations, keys, policies
+from safeload.cli import checkpoints, demo, explanations, keys, options, policies
 from safeload.cli.output import Output, flush
 from safeload.errors import OperationalError, RejectedError, escape
 
 _EPILOG = """\
-Exit codes: 0 accepted, 1 rejected, 2 no verdict (wrong usage, unreadable configuration, no room).
+Exit codes: 0 accepted, 1 rejected, 2 no verdict (wrong usage, unreadable configuration, no room, an interruption).
 See `safeload demo` for the whole story in a few seconds."""
+
+_VERIFY_EPILOG = "Example: safeload verify checkpoint -m manifest.json --trust publisher.key.pub"
 
 app = typer.Typer(
     name="safeload",
+    cls=options.Group,
     help="Verify a model checkpoint, then load exactly the verified bytes into JAX.",
     epilog=_EPILOG,
     add_completion=False,
@@ -34,15 +39,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
 )
-app.command()(keys.keygen)
-app.command()(checkpoints.sign)
-app.command()(checkpoints.verify)
-app.command()(checkpoints.scan)
-app.command()(checkpoints.inspect)
-app.command()(explanations.explain)
-app.command()(checkpoints.load)
+app.command(cls=options.Command)(keys.keygen)
+app.command(cls=options.Command)(checkpoints.sign)
+app.command(cls=options.Command, epilog=_VERIFY_EPILOG)(checkpoints.verify)
+app.command(cls=options.Command)(checkpoints.scan)
+app.command(cls=options.Command)(checkpoints.inspect)
+app.command(cls=options.Command)(explanations.explain)
+app.command(cls=options.Command)(checkpoints.load)
 app.add_typer(policies.app, name="policy")
-app.command()(demo.demo)
+app.command(cls=options.Command)(demo.demo)
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it with the option's value
@@ -67,15 +72,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments; those of the process where None.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    out = Output(json="--json" in options, verbose="--verbose" in options or "-v" in options)
+    flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    out = Output(json="--json" in flags, verbose="--verbose" in flags or "-v" in flags)
     try:
-        code = _run(arguments, out)
+        with _sigterm_interrupts():
+            code = _run(arguments, out)
         flush()
     except OperationalError as err:
         # Only stdout itself can fail here (a full disk behind `>`): whatever was found, nobody has read it.
         code = _complain(out, err)
     return code
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, so that whoever stops a job leaves nothing half-written either."""
+    if (
+        signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield  # Somebody decided about it already, or we are called by a program from a thread that may not.
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _run(arguments: list[str], out: Output) -> int:

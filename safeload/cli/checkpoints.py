@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
 from safeload.cli import options
 from safeload.cli.keys import claimed, read_secret_keys, require_absent
 from safeload.cli.output import Output
-from safeload.errors import ConfigError, RejectedError
+from safeload.errors import ConfigError, RejectedError, escape
 from safeload.rendering import text
 from safeload.rendering.text import shown
 from safeload.report import SCHEMA_VERSION, Report
 from safeload.sizes import human_size, parse_size
 
-INSTALL_JAX = "pip install 'safeload[jax]'"
+INSTALL_JAX = "install safeload with its extra `jax`: pip install '.[jax]' in its repository"
+
+_MIN_RATED_BYTES = 100_000_000
+"""Below this, the time is that of starting, and bytes a second would say nothing."""
+
+_NAME_EXAMPLES = {"--model": "--model xai-org/grok-1", "--revision": "--revision 2024-03-17"}
 
 _NOT_VERIFIED = "scanned, not verified (no manifest): nothing is said about who made these files"
 
@@ -52,6 +58,8 @@ def sign(
     """List, scan, hash and sign the files of DIR. What the policy refuses is never signed."""
     out = Output(json=json, verbose=verbose)
     require_absent(output)
+    model = _label("--model", directory.resolve().name if model is None else model)
+    revision = _label("--revision", revision)
     keys = read_secret_keys(key, passphrase_file)
 
     from safeload import loading
@@ -63,7 +71,7 @@ def sign(
             envelope, report = loading.sign_and_report(
                 directory,
                 keys=keys,
-                model=directory.resolve().name if model is None else model,
+                model=model,
                 revision=revision,
                 version=version,
                 policy=policy,
@@ -74,7 +82,29 @@ def sign(
         return out.report(Report((), err.findings), note="nothing was signed")
     with claimed(output):
         publish(output, envelope)
+    if output.parent.resolve().is_relative_to(directory.resolve()):
+        out.note(
+            f"safeload: note: {shown(str(output))} lies in the checkpoint, where no file but the listed ones and the "
+            "manifest that is given with -m is allowed"
+        )
     return out.report(report, extra={"output": str(output)}, note=f"wrote     {shown(str(output))}")
+
+
+def _label(option: str, value: str) -> str:
+    """Return `value` if it can stand in a manifest as a name.
+
+    Raises:
+        ConfigError: It has a character that no name may have, or is empty or too long.
+    """
+    from safeload.manifest import Label
+
+    if re.fullmatch(get_args(Label)[1].pattern, value) is None:
+        raise ConfigError(
+            f"{option}: expected a letter or digit, then up to 254 letters, digits and . _ : / @ + -, "
+            f"found {escape(value)!r}",
+            hint=f"choose a name such as {_NAME_EXAMPLES[option]}",
+        )
+    return value
 
 
 def _grok1_parameters(directory: Path) -> Mapping[str, str]:
@@ -132,6 +162,8 @@ def inspect(
     if any(file.tensors for file in report.files):
         out.table(columns, text.tensor_rows(report))
         out.line()
+    elif report.verdict == "accepted":  # of a file that is refused it is not known
+        out.line("no tensors\n")
     return out.report(report, note=_NOT_VERIFIED)
 
 
@@ -182,19 +214,27 @@ def load(
     n_tensors = sum(map(len, files.values()))
     n_bytes = sum(array.nbytes for arrays in files.values() for _, array in arrays)
     if json:
-        out.object(_loaded_json(files, n_bytes, seconds))
+        out.object(_loaded_json(files, n_bytes, seconds, jax=jax))
         return 0
     if verbose or len(files) <= text.MAX_LISTED_FILES:
         rows = (
-            (shown(path), shown(name) or "-", str(array.dtype), text.shape_text(array.shape), str(array.nbytes))
+            (
+                shown(path),
+                shown(name) or "-",
+                str(array.dtype),
+                text.shape_text(array.shape),
+                str(array.nbytes),
+                *([", ".join(_devices(array))] if jax else []),
+            )
             for path, arrays in files.items()
             for name, array in arrays
         )
-        out.table(["file", "tensor", "dtype", "shape", ">bytes"], rows)
+        out.table(["file", "tensor", "dtype", "shape", ">bytes", *(["devices"] if jax else [])], rows)
         out.line()
+    rate = f" ({n_bytes / seconds / 1e9:.2f} GB/s)" if n_bytes >= _MIN_RATED_BYTES else ""
     out.line(
         f"{text.count(len(files), 'file')}, {text.count(n_tensors, 'tensor')}, {human_size(n_bytes)} verified and "
-        f"loaded {'into JAX' if jax else 'as numpy arrays'} in {seconds:.2f} s ({n_bytes / seconds / 1e9:.2f} GB/s)"
+        f"loaded {'into JAX' if jax else 'as numpy arrays'} in {seconds:.2f} s{rate}"
     )
     return out.verdict("accepted")
 
@@ -211,7 +251,14 @@ def _arrays(value: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _arrays(child, f"{name}/{key}".removeprefix("/"))
 
 
-def _loaded_json(files: Mapping[str, Sequence[tuple[str, Any]]], n_bytes: int, seconds: float) -> dict[str, Any]:
+def _devices(array: Any) -> list[str]:
+    """Name the devices that a `jax.Array` lies on: `cpu:0`."""
+    return [f"{device.platform}:{device.id}" for device in sorted(array.devices(), key=lambda device: device.id)]
+
+
+def _loaded_json(
+    files: Mapping[str, Sequence[tuple[str, Any]]], n_bytes: int, seconds: float, *, jax: bool
+) -> dict[str, Any]:
     return {
         "schema": SCHEMA_VERSION,
         "verdict": "accepted",
@@ -221,7 +268,13 @@ def _loaded_json(files: Mapping[str, Sequence[tuple[str, Any]]], n_bytes: int, s
                 "verdict": "accepted",
                 "findings": [],
                 "tensors": [
-                    {"name": name, "dtype": str(a.dtype), "shape": list(a.shape), "nbytes": int(a.nbytes)}
+                    {
+                        "name": name,
+                        "dtype": str(a.dtype),
+                        "shape": list(a.shape),
+                        "nbytes": int(a.nbytes),
+                        **({"devices": _devices(a)} if jax else {}),
+                    }
                     for name, a in arrays
                 ],
             }

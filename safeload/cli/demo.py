@@ -22,7 +22,7 @@ import typer
 from safeload.cli import options
 from safeload.cli.checkpoints import INSTALL_JAX
 from safeload.cli.output import Output
-from safeload.errors import ConfigError, Finding, escape
+from safeload.errors import ConfigError, Finding, reason
 from safeload.rendering.text import shape_text, shown
 from safeload.report import Report
 from safeload.sizes import human_size
@@ -117,9 +117,8 @@ def _folder(directory: Path | None) -> Iterator[Path]:
     try:
         directory.mkdir()
     except (OSError, ValueError) as err:
-        raise ConfigError(
-            f"cannot make the folder: {escape(str(err))}", hint="name one that does not exist yet"
-        ) from err
+        message = f"cannot make the folder {shown(str(directory))}: {reason(err)}"
+        raise ConfigError(message, hint="name one that does not exist yet") from err
     yield directory
 
 

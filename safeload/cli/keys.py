@@ -15,7 +15,7 @@ import typer
 
 from safeload.cli import options
 from safeload.cli.output import Output
-from safeload.errors import ConfigError, escape
+from safeload.errors import ConfigError, escape, reason
 from safeload.report import SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _MAX_PASSPHRASE_BYTES = 4096
 """A passphrase is typed by a person or made by a tool; a longer file is a mistake."""
+
+_MIN_PASSPHRASE_CHARACTERS = 8
+"""All that are shorter can be tried out; see `_not_short`."""
 
 _MAX_KEY_FILE_BYTES = 64 * 1024
 """An encrypted P-256 key takes about 400 bytes; a longer file is no key."""
@@ -41,7 +44,10 @@ def keygen(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Make a key pair: KEY (secret, for you alone) and KEY.pub (for everyone who verifies)."""
+    """Make a key pair: KEY (secret, for you alone) and KEY.pub (for everyone who verifies).
+
+    Use a long passphrase, such as six random words: whoever gets hold of KEY can try many.
+    """
     out = Output(json=json, verbose=verbose)
     if no_passphrase and passphrase_file is not None:
         raise ConfigError("--no-passphrase and --passphrase-file exclude each other")
@@ -98,7 +104,7 @@ def claimed(path: Path) -> Iterator[None]:
     except FileExistsError as err:
         raise ConfigError(f"{escape(str(path))} exists already", hint="move it away, or choose another name") from err
     except (OSError, ValueError) as err:
-        raise ConfigError(f"cannot write {escape(str(path))}: {escape(_reason(err))}") from err
+        raise ConfigError(f"cannot write {escape(str(path))}: {reason(err)}") from err
     try:
         yield
     except BaseException:
@@ -113,13 +119,18 @@ def read_secret_keys(paths: list[Path], passphrase_file: Path | None) -> list[Se
     Raises:
         ConfigError: A file is no key, cannot be read, or is encrypted and the passphrase is missing or wrong.
     """
+    return [_read_secret_key(path, passphrase_file) for path in paths]
+
+
+def _read_secret_key(path: Path, passphrase_file: Path | None) -> SecretKey:
     from safeload.trust.keys import SecretKey
 
-    return [
-        SecretKey.from_pem(pem, _passphrase_for(path, passphrase_file) if _ENCRYPTED in pem else None)
-        for path in paths
-        for pem in [_read(path, _MAX_KEY_FILE_BYTES, "a key")]
-    ]
+    pem = _read(path, _MAX_KEY_FILE_BYTES, "a key")
+    passphrase = _passphrase_for(path, passphrase_file) if _ENCRYPTED in pem else None
+    try:
+        return SecretKey.from_pem(pem, passphrase)
+    except ConfigError as err:
+        raise ConfigError(f"{escape(str(path))}: {err.message}", hint=err.hint) from err
 
 
 def _passphrase_for(path: Path, passphrase_file: Path | None) -> bytes:
@@ -135,7 +146,7 @@ def _passphrase_for(path: Path, passphrase_file: Path | None) -> bytes:
 
 def _new_passphrase(passphrase_file: Path | None) -> bytes:
     if passphrase_file is not None:
-        return _passphrase_in(passphrase_file)
+        return _not_short(_passphrase_in(passphrase_file))
     if not sys.stdin.isatty():
         raise ConfigError(
             "there is no terminal to ask for a passphrase", hint="pass --passphrase-file FILE or --no-passphrase"
@@ -143,9 +154,21 @@ def _new_passphrase(passphrase_file: Path | None) -> bytes:
     first = getpass.getpass("new passphrase: ")
     if not first:
         raise ConfigError("the passphrase is empty", hint="pass --no-passphrase for a key that is not encrypted")
+    passphrase = _not_short(first.encode())
     if first != getpass.getpass("the same again: "):
         raise ConfigError("the two passphrases differ; nothing was written")
-    return first.encode()
+    return passphrase
+
+
+def _not_short(passphrase: bytes) -> bytes:
+    # The library writes PKCS #8 with PBKDF2 of 2,048 rounds of SHA-256: a GPU tries millions of passphrases a second.
+    if len(passphrase.decode("utf-8", "replace")) < _MIN_PASSPHRASE_CHARACTERS:
+        raise ConfigError(
+            f"the passphrase has fewer than {_MIN_PASSPHRASE_CHARACTERS} characters; the key derivation of a key file "
+            "(PKCS #8) is weak against guessing, and only a long passphrase makes up for it",
+            hint="use a long one, such as six random words",
+        )
+    return passphrase
 
 
 def _passphrase_in(path: Path) -> bytes:
@@ -161,11 +184,7 @@ def _read(path: Path, limit: int, what: str) -> bytes:
         with path.open("rb") as file:
             content = file.read(limit + 1)
     except (OSError, ValueError) as err:
-        raise ConfigError(f"cannot read {escape(str(path))}: {escape(_reason(err))}") from err
+        raise ConfigError(f"cannot read {escape(str(path))}: {reason(err)}") from err
     if len(content) > limit:
         raise ConfigError(f"{escape(str(path))} is too long to be {what}")
     return content
-
-
-def _reason(err: Exception) -> str:
-    return (err.strerror or str(err)) if isinstance(err, OSError) else str(err)

@@ -1,16 +1,51 @@
-"""The options that several commands share, each with one name and one help text."""
+"""The options that several commands share, each with one name and one help text, and how help shows them."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+from safeload.errors import ConfigError, escape
 
 # Spelled out so that `--help` need not import the policy module; a test holds it to `policy.DEFAULT_POLICY`.
 DEFAULT_POLICY_NAME = "numpy-quantized"
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="the checkpoint", show_default=False)]
+
+class _PlainHelp:
+    """Makes help show a flag without a type, and an argument as it is declared; typer would show `<list[Path]>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc] # of the class that this is mixed into
+        for param in params:
+            if param.param_type_name == "argument":
+                param.get_usage_pieces = lambda ctx, shown=param.metavar: [shown]  # noqa: ARG005
+                param.display_type_rich = lambda ctx: None  # noqa: ARG005
+            elif param.is_flag:
+                param.metavar = ""
+        return params
+
+
+class Command(_PlainHelp, TyperCommand):
+    """One command."""
+
+
+class Group(_PlainHelp, TyperGroup):
+    """A command of commands."""
+
+
+def _require_directory(path: Path) -> Path:
+    if os.path.isfile(path):  # noqa: PTH113 - `Path.is_file` raises where we may not look; opening it says that better
+        raise ConfigError(f"{escape(str(path))} is a file", hint="name the directory")
+    return path
+
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="the checkpoint", show_default=False, callback=_require_directory)
+]
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="files and directories", show_default=False)]
 Policy = Annotated[
     str, typer.Option("-p", "--policy", metavar="POLICY", help="what to allow: a shipped name or a path")

@@ -10,10 +10,10 @@ from safeload.errors import Finding
 from safeload.rendering.text import printable
 from safeload.report import SCHEMA_VERSION, finding_json
 
-app = typer.Typer(help="List the shipped policies, or show one.", no_args_is_help=True)
+app = typer.Typer(cls=options.Group, help="List the shipped policies, or show one.", no_args_is_help=True)
 
 
-@app.command("list")
+@app.command("list", cls=options.Command)
 def list_policies(json: options.Json = False, verbose: options.Verbose = False) -> int:
     """List the shipped policies."""
     from safeload.policy import load_policy, shipped_policies
@@ -32,7 +32,7 @@ def list_policies(json: options.Json = False, verbose: options.Verbose = False) 
     return 0
 
 
-@app.command()
+@app.command(cls=options.Command)
 def show(
     name: str = typer.Argument(metavar="NAME", help="a shipped policy's name, or a path", show_default=False),
     json: options.Json = False,
@@ -62,7 +62,7 @@ def show(
     return 0
 
 
-@app.command()
+@app.command(cls=options.Command)
 def diff(
     old: str = typer.Argument(metavar="OLD", help="a shipped policy's name, or a path", show_default=False),
     new: str = typer.Argument(metavar="NEW", help="another", show_default=False),

@@ -56,10 +56,13 @@ def summary_lines(report: Report, *, verbose: bool = False) -> Iterator[str]:
     if verbose or len(accepted) <= MAX_LISTED_FILES:
         yield from (f"accepted  {shown(file.path)}  ({_contents(file)})" for file in accepted)
     size = sum(file.size or 0 for file in report.files)
-    more = f"; {count(len(report.findings), 'finding')} on no file that was read" if report.findings else ""
+    # What is missing, not listed or no regular file was not read, and is refused all the same.
+    unread = {finding.file for finding in report.findings} - {None} - {file.path for file in report.files}
+    n_files = len(report.files) + len(unread)
+    more = f" ({len(unread)} not read)" if unread else ""
     yield (
-        f"{count(len(report.files), 'file')}, {human_size(size)}: "
-        f"{len(accepted)} accepted, {len(report.files) - len(accepted)} rejected{more}"
+        f"{count(n_files, 'file')}, {human_size(size)}: "
+        f"{len(accepted)} accepted, {n_files - len(accepted)} rejected{more}"
     )
     yield from _fact_lines(report.facts)
 
@@ -80,17 +83,21 @@ def verdict_line(report: Report) -> str:
 
 
 def tensor_rows(report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each tensor: file, name, dtype, shape, order, offset, bytes and, where asked for, digest."""
+    """Yield a row for each tensor: file, name, dtype, shape, order, offset, bytes and, where asked for, digest.
+
+    A payload that the file holds in an encoding of its own lies nowhere as it is: it has no offset.
+    """
     for file in report.files:
         for tensor in file.tensors:
+            extent = tensor.extent
             row = (
                 shown(file.path),
                 shown(tensor.name) or "-",
                 str(tensor.dtype),
                 shape_text(tensor.shape),
                 tensor.order,
-                str(tensor.extent.offset),
-                str(tensor.extent.nbytes),
+                str(extent.offset) if extent.inline is None else "-",
+                str(extent.nbytes) if extent.inline is None else f"{extent.nbytes} (decoded)",
             )
             yield row if tensor.sha256 is None else (*row, tensor.sha256)
 

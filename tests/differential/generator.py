@@ -594,7 +594,11 @@ class Writer:
             self.name(f"{self.core()}.multiarray", "scalar")
             self.arguments(lambda: self.dtype(name, big=big), lambda: self.payload(payload))
         else:
-            self.name("jax._src.array", "_reconstruct_array")
+            older = self.choices.chance(0.3)
+            self.name(
+                "jax._src.device_array" if older else "jax._src.array",
+                "reconstruct_device_array" if older else "_reconstruct_array",
+            )
             self.arguments(
                 lambda: self.name(f"{self.core()}.multiarray", "_reconstruct"),
                 self.empty,

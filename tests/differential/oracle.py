@@ -125,10 +125,11 @@ def _serve() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
-    for name in ("model", "jax", "jax._src", "jax._src.array"):
+    for name in ("model", "jax", "jax._src", "jax._src.array", "jax._src.device_array"):
         sys.modules[name] = types.ModuleType(name)
     sys.modules["model"].__dict__["QuantizedWeight8bit"] = QuantizedWeight8bit
     sys.modules["jax._src.array"].__dict__["_reconstruct_array"] = _reconstruct_array
+    sys.modules["jax._src.device_array"].__dict__["reconstruct_device_array"] = _reconstruct_array
     resolvable = {*CONSTRUCTORS, *HARMLESS, ("__main__", "QuantizedWeight8bit"), ("model", "QuantizedWeight8bit")}
 
     def guarded(base: Any) -> Any:

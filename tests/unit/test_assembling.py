@@ -220,6 +220,22 @@ def test_a_tensor_that_does_not_divide_is_refused_with_path_shape_and_spec(
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("shape", "spec", "says"),
+    [
+        ((8,), P(None, "model"), "the spec has 2 entries, the tensor 1 dimension"),
+        ((), P("model"), "the spec has 1 entry, the tensor 0 dimensions"),
+    ],
+)
+def test_a_spec_that_is_longer_than_the_shape_is_refused_in_words(
+    mesh: Mesh, shape: tuple[int, ...], spec: PartitionSpec, says: str
+) -> None:
+    with pytest.raises(ShardingError, match=says):
+        assemble(host(counting(shape)), NamedSharding(mesh, spec))
+    with pytest.raises(ShardingError, match=says):
+        fit(mesh, spec, path="w", shape=shape)
+
+
 @pytest.mark.parametrize("wrong", [P("model"), "model", 3, [P()]])
 def test_what_is_no_sharding_is_refused(wrong: Any) -> None:
     with pytest.raises(ShardingError, match="Sharding"):

@@ -3,12 +3,14 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,7 +154,13 @@ def test_keygen_without_a_terminal_wants_to_be_told_about_the_passphrase(
 
 @pytest.mark.parametrize(
     ("typed", "complaint"),
-    [(["a", "b"], "differ"), ([""], "empty"), (["secret", "secret"], None)],
+    [
+        (["long enough", "long enouhg"], "differ"),
+        ([""], "empty"),
+        (["seven c"], "fewer than 8"),
+        (["äöüßäöü"], "fewer than 8"),
+        (["eight ch", "eight ch"], None),
+    ],
 )
 def test_a_passphrase_is_typed_twice(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, typed: list[str], complaint: str | None
@@ -174,8 +182,18 @@ def test_a_passphrase_file_holds_one_line(tmp_path: Path, run: Run, content: byt
     assert not (tmp_path / "k").exists()
 
 
+def test_a_passphrase_that_can_be_guessed_is_refused_with_the_reason(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "pw").write_text("seven c\n")
+    done = run("keygen", "-o", tmp_path / "k", "--passphrase-file", tmp_path / "pw")
+    assert done.code == 2
+    assert "PKCS #8" in done.stderr
+    assert "hint: use a long one" in done.stderr
+    assert _names(tmp_path) == ["pw"]
+    assert "long passphrase" in run("keygen", "--help").stdout
+
+
 def test_keygen_cannot_be_told_two_things_about_the_passphrase(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "pw").write_text("secret")
+    (tmp_path / "pw").write_text("long enough")
     done = run("keygen", "-o", tmp_path / "k", "--passphrase-file", tmp_path / "pw", "--no-passphrase")
     assert done.code == 2
     assert not (tmp_path / "k").exists()
@@ -210,11 +228,13 @@ def test_sign_shows_what_it_signed(tmp_path: Path, run: Run, checkpoint: Path, k
 def test_an_encrypted_key_signs_with_its_passphrase_beside_one_that_is_not(
     tmp_path: Path, run: Run, checkpoint: Path, key: Path
 ) -> None:
-    for name, content in (("pw", "secret\n"), ("wrong", "other")):
+    for name, content in (("pw", "long enough\n"), ("wrong", "other")):
         (tmp_path / name).write_text(content)
     run("keygen", "-o", tmp_path / "k2", "--passphrase-file", tmp_path / "pw")
     sign = ("sign", checkpoint, "--key", key, "--key", tmp_path / "k2")
-    assert run(*sign, "-o", tmp_path / "no", "--passphrase-file", tmp_path / "wrong").code == 2
+    wrong = run(*sign, "-o", tmp_path / "no", "--passphrase-file", tmp_path / "wrong")
+    assert wrong.code == 2
+    assert f"{tmp_path / 'k2'}: the private key cannot be read: the passphrase is wrong" in wrong.stderr
     assert run(*sign, "-o", tmp_path / "m", "--passphrase-file", tmp_path / "pw").code == 0
     assert not (tmp_path / "no").exists()
     for name in ("key.pub", "k2.pub"):
@@ -224,7 +244,7 @@ def test_an_encrypted_key_signs_with_its_passphrase_beside_one_that_is_not(
 def test_an_encrypted_key_without_a_terminal_asks_for_a_file(
     tmp_path: Path, run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "pw").write_text("secret")
+    (tmp_path / "pw").write_text("long enough")
     run("keygen", "-o", tmp_path / "k2", "--passphrase-file", tmp_path / "pw")
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     done = run("sign", checkpoint, "--key", tmp_path / "k2", "-o", tmp_path / "m")
@@ -259,6 +279,49 @@ def test_sign_overwrites_nothing(tmp_path: Path, run: Run, checkpoint: Path, key
     assert done.code == 2
     assert "-o" in done.stderr
     assert (tmp_path / "m").read_text() == "mine"
+
+
+def test_a_public_key_does_not_sign(tmp_path: Path, run: Run, checkpoint: Path, key: Path) -> None:
+    done = run("sign", checkpoint, "--key", f"{key}.pub", "-o", tmp_path / "m")
+    assert done.code == 2
+    assert done.stderr.startswith(f"safeload: error: {key}.pub: expected a private key, found a public key\n")
+
+
+@pytest.mark.parametrize(
+    "named", [("--model", ""), ("--model", "my model"), ("--revision", ""), ("--revision", "x" * 256)]
+)
+def test_a_name_that_cannot_stand_in_a_manifest_is_refused_by_its_option(
+    tmp_path: Path, run: Run, checkpoint: Path, key: Path, named: tuple[str, str]
+) -> None:
+    done = run("sign", checkpoint, "--key", key, "-o", tmp_path / "m", *named)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"safeload: error: {named[0]}: expected a letter or digit, then ")
+    assert f"hint: choose a name such as {named[0]} " in done.stderr
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_folder_whose_name_cannot_name_a_model_asks_for_one(
+    tmp_path: Path, run: Run, checkpoint: Path, key: Path
+) -> None:
+    folder = checkpoint.rename(tmp_path / "my model")
+    done = run("sign", folder, "--key", key, "-o", tmp_path / "m")
+    assert done.code == 2
+    assert "--model: expected " in done.stderr
+    assert run("sign", folder, "--key", key, "-o", tmp_path / "m", "--model", "a/b:c@1").code == 0
+
+
+def test_a_manifest_that_is_written_into_the_checkpoint_comes_with_a_note(
+    tmp_path: Path, run: Run, checkpoint: Path, key: Path
+) -> None:
+    inside = checkpoint / "m.json"
+    done = run("sign", checkpoint, "--key", key, "-o", inside, "--json")
+    assert (done.code, done.json["verdict"]) == (0, "accepted")
+    assert done.stderr.startswith(f"safeload: note: {inside} lies in the checkpoint")
+    assert run("verify", checkpoint, "-m", inside, "--trust", f"{key}.pub").code == 0
+    (tmp_path / "copy").write_bytes(inside.read_bytes())
+    assert run("verify", checkpoint, "-m", tmp_path / "copy", "--trust", f"{key}.pub").code == 1
+    inside.unlink()
+    assert run("sign", checkpoint, "--key", key, "-o", tmp_path / "m").stderr == ""
 
 
 def test_the_layout_binds_files_to_parameters(tmp_path: Path, run: Run, key: Path) -> None:
@@ -346,6 +409,23 @@ def test_an_argument_that_cannot_be_read_gives_no_verdict(
     assert as_json.json["findings"][0]["code"] == "config-error"
 
 
+@pytest.mark.parametrize("verb", ["sign", "verify", "load"])
+def test_a_file_is_no_checkpoint(
+    tmp_path: Path, run: Run, signed: tuple[str | Path, ...], key: Path, verb: str
+) -> None:
+    file = Path(signed[0]) / "config.json"
+    rest = ("--key", key, "-o", tmp_path / "m") if verb == "sign" else signed[1:]
+    done = run(verb, file, *rest)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr == f"safeload: error: {file} is a file\nsafeload: hint: name the directory\n"
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_summary_counts_a_file_that_is_not_there(run: Run, signed: tuple[str | Path, ...]) -> None:
+    (Path(signed[0]) / "one").unlink()
+    assert ": 2 accepted, 1 rejected (1 not read)\n" in run("verify", *signed).stdout
+
+
 # --- scan and inspect ---------------------------------------------------------------------------------------------
 
 
@@ -387,6 +467,17 @@ def test_inspect_shows_a_row_for_each_tensor(run: Run, checkpoint: Path) -> None
     assert heading.split() == ["file", "tensor", "dtype", "shape", "order", "offset", "bytes"]
     assert row.split()[:5] == [str(checkpoint / "one"), "w", "int8", "2x3", "C"]
     assert (done.code, done.last) == (0, "accepted")
+
+
+def test_inspect_says_that_there_are_no_tensors(run: Run, checkpoint: Path) -> None:
+    assert run("inspect", checkpoint / "config.json").stdout.startswith("no tensors\n\naccepted  ")
+    (checkpoint / "bad").write_bytes(SYSTEM)
+    assert "no tensors" not in run("inspect", checkpoint / "bad").stdout
+
+
+def test_inspect_shows_no_offset_for_a_payload_that_had_to_be_decoded(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "x").write_bytes(pickle.dumps(np.arange(6, dtype=np.int8), protocol=0))
+    assert run("inspect", tmp_path / "x").stdout.splitlines()[1].split()[-3:] == ["-", "6", "(decoded)"]
 
 
 def test_inspect_digest_is_that_of_the_value(run: Run, checkpoint: Path) -> None:
@@ -434,7 +525,15 @@ def test_load_shows_what_it_loaded(run: Run, signed: tuple[str | Path, ...]) -> 
     assert (done.code, done.last) == (0, "accepted")
     lines = done.stdout.splitlines()
     assert lines[1].split() == ["one", "w", "int8", "2x3", "6"]
-    assert "2 files, 2 tensors, 12 B verified and loaded as numpy arrays" in done.stdout
+    assert lines[0].split() == ["file", "tensor", "dtype", "shape", "bytes"]
+    assert re.fullmatch("2 files, 2 tensors, 12 B verified and loaded as numpy arrays in [0-9.]+ s", lines[-2])
+
+
+def test_load_states_a_rate_where_there_is_something_to_measure(
+    run: Run, signed: tuple[str | Path, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safeload.cli.checkpoints._MIN_RATED_BYTES", 12)
+    assert re.search(r" in [0-9.]+ s \([0-9.]+ GB/s\)$", run("load", *signed).stdout, re.MULTILINE)
 
 
 def test_load_json_has_the_verdict_and_the_table(run: Run, signed: tuple[str | Path, ...]) -> None:
@@ -452,13 +551,16 @@ def test_load_into_jax(run: Run, signed: tuple[str | Path, ...]) -> None:
     done = run("load", *signed, "--jax")
     assert (done.code, done.last) == (0, "accepted")
     assert "loaded into JAX" in done.stdout
+    heading, row = done.stdout.splitlines()[:2]
+    assert (heading.split()[-1], row.split()[-1]) == ("devices", "cpu:0")
+    assert run("load", *signed, "--jax", "--json").json["files"][0]["tensors"][0]["devices"] == ["cpu:0"]
 
 
 def test_without_jax_there_is_a_hint(run: Run, signed: tuple[str | Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     done = run("load", *signed, "--jax")
     assert done.code == 2
-    assert "pip install 'safeload[jax]'" in done.stderr
+    assert "extra `jax`: pip install '.[jax]' in its repository" in done.stderr
 
 
 @pytest.mark.parametrize(("budget", "code"), [("1GiB", 0), ("10B", 2), ("8G", 2), ("0", 2)])
@@ -564,6 +666,22 @@ def test_every_command_has_help(run: Run, command: str, option: str) -> None:
     assert f" {command} " in run(option).stdout
 
 
+@pytest.mark.parametrize(
+    "command", ["", "keygen", "sign", "verify", "scan", "inspect", "explain", "load", "policy show"]
+)
+def test_help_shows_arguments_as_they_are_typed_and_flags_without_a_type(run: Run, command: str) -> None:
+    shown = run(*command.split(), "--help").stdout
+    for of_typer in ("<bool>", "<list", "<path>", "<str>", "{"):
+        assert of_typer not in shown
+    assert command not in {"scan", "inspect"} or f"Usage: safeload {command} [OPTIONS] PATH... " in shown
+
+
+def test_help_names_what_ends_without_a_verdict_and_gives_an_example_of_verify(run: Run) -> None:
+    assert "an interruption)" in " ".join(run("--help").stdout.split())
+    example = "safeload verify checkpoint -m manifest.json --trust publisher.key.pub"
+    assert f"Example: {example}" in " ".join(run("verify", "--help").stdout.split())
+
+
 def test_the_policy_that_help_names_is_the_default() -> None:
     assert options.DEFAULT_POLICY_NAME == DEFAULT_POLICY
 
@@ -640,8 +758,11 @@ def test_a_name_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
     assert stdout.splitlines()[-1].endswith(r"\u65e5\u672c")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("verb", ["scan", "sign"])
-def test_ctrl_c_ends_a_long_run_without_a_verdict_and_leaves_nothing(tmp_path: Path, key: Path, verb: str) -> None:
+def test_ctrl_c_and_sigterm_end_a_long_run_without_a_verdict_and_leave_nothing(
+    tmp_path: Path, key: Path, verb: str, number: int
+) -> None:
     folder = tmp_path / "long"
     folder.mkdir()
     with (folder / "weights").open("wb") as file:  # sparse: half a minute of hashing, no room on disk
@@ -653,10 +774,18 @@ def test_ctrl_c_ends_a_long_run_without_a_verdict_and_leaves_nothing(tmp_path: P
     while not any(os.path.realpath(fd) == str(folder / "weights") for fd in fds.iterdir()):
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     stdout, stderr = process.communicate(timeout=20)
     assert (process.returncode, stdout, stderr) == (2, "", "safeload: interrupted\n")
     assert _names(tmp_path) == before
+
+
+def test_a_program_that_calls_the_command_keeps_its_own_signals(run: Run, checkpoint: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert run("scan", checkpoint).code == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run, "scan", checkpoint).result().code == 0
 
 
 def test_scan_starts_without_numpy_jax_and_cryptography(checkpoint: Path) -> None:

@@ -98,14 +98,17 @@ def test_both_flags_of_ml_dtypes_are_accepted_and_no_other(name: str, flags: int
 @pytest.mark.parametrize("weak", [True, False])
 @pytest.mark.parametrize("named_shape", [True, False])
 @pytest.mark.parametrize("core", ["numpy.core.multiarray", "numpy._core.multiarray"])
-def test_jax_arrays_are_read_as_the_array_they_wrap(core: str, weak: bool, named_shape: bool) -> None:
+@pytest.mark.parametrize(
+    "jax", [("jax._src.array", "_reconstruct_array"), ("jax._src.device_array", "reconstruct_device_array")]
+)
+def test_jax_arrays_are_read_as_the_array_they_wrap(
+    jax: tuple[str, str], core: str, weak: bool, named_shape: bool
+) -> None:
     inner = w.tuple_(w.glob("numpy", "ndarray"), w.ints(0), w.data(b"b"))
     state = w.tuple_(w.integer(1), w.ints(1), w.dtype("bfloat16"), op.NEWFALSE(), w.data(b"ab"))
     aval = op.EMPTY_DICT() + w.text("weak_type") + w.boolean(weak) + op.SETITEM()
     aval += w.text("named_shape") + op.EMPTY_DICT() + op.SETITEM() if named_shape else b""
-    parsed = parse(
-        build(w.call("jax._src.array", "_reconstruct_array", w.glob(core, "_reconstruct"), inner, state, aval))
-    )
+    parsed = parse(build(w.call(*jax, w.glob(core, "_reconstruct"), inner, state, aval)))
     assert parsed.refusal is None
     assert [(t.dtype.name, t.shape) for t in parsed.tensors] == [("bfloat16", (1,))]
 

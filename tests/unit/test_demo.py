@@ -95,7 +95,10 @@ def test_a_kept_folder_holds_what_the_story_named(tmp_path: Path, capsys: Captur
     assert cli.main(["verify", str(folder / "poisoned"), *arguments]) == 1
     capsys.readouterr()
     assert cli.main(["demo", "--directory", str(folder)]) == 2
-    assert "does not exist yet" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        f"safeload: error: cannot make the folder {folder}: File exists\n"
+        "safeload: hint: name one that does not exist yet\n"
+    )
 
 
 def test_without_jax_the_demo_gives_no_verdict_and_says_how_to_get_it(
@@ -105,7 +108,7 @@ def test_without_jax_the_demo_gives_no_verdict_and_says_how_to_get_it(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "jax" else find(name))
     assert cli.main(["demo"]) == 2
     stdout, stderr = capsys.readouterr()
-    assert "pip install 'safeload[jax]'" in stderr
+    assert "extra `jax`: pip install '.[jax]' in its repository" in stderr
     assert "symlink" in stdout
 
 

@@ -95,7 +95,7 @@ def test_without_fickling_the_hint_says_how_to_get_it(tmp_path: Path, monkeypatc
         monkeypatch.setitem(sys.modules, name, None)
     explanation = explain(write(tmp_path / "a", HOSTILE))
     assert not explanation.has_program
-    assert "pip install 'safeload[explain]'" in explanation.program
+    assert "pip install '.[explain]'" in explanation.program
     assert explanation.report.verdict == "rejected"
 
 

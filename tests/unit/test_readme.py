@@ -29,7 +29,7 @@ def commands(block: str) -> Iterator[tuple[str, str]]:
 def shape(text: str) -> str:
     """Return output with what differs from run to run made equal: digests, times, the order of the two streams."""
     text = re.sub(r"\b[0-9a-f]{64}\b", "<digest>", text)
-    text = re.sub(r"in [0-9.]+ s \([0-9.]+ GB/s\)", "in <time>", text)
+    text = re.sub(r"in [0-9.]+ s( \([0-9.]+ GB/s\))?", "in <time>", text)
     return "\n".join(sorted(line.rstrip() for line in text.splitlines() if line.strip()))
 
 

@@ -75,10 +75,11 @@ def test_few_accepted_files_are_listed_and_many_are_counted() -> None:
     assert "21 files, 4.1 KiB: 21 accepted, 0 rejected" in list(text.summary_lines(many))
 
 
-def test_the_summary_counts_what_no_file_stands_for() -> None:
-    report = Report((GOOD, BAD), (Finding("missing-file", "expected this file", file="gone"),))
-    assert "2 files, 210 B: 1 accepted, 1 rejected; 1 finding on no file that was read" in list(
-        text.summary_lines(report)
+def test_the_summary_counts_each_file_that_was_not_read_once_and_as_rejected() -> None:
+    named = [("missing-file", "gone"), ("symlink", "link"), ("unlisted-file", "link"), ("size-mismatch", "bad")]
+    findings = (*(Finding(code, "no", file=file) for code, file in named), Finding("of-the-whole", "no"))
+    assert "4 files, 210 B: 1 accepted, 3 rejected (2 not read)" in list(
+        text.summary_lines(Report((GOOD, BAD), findings))
     )
 
 
@@ -124,10 +125,12 @@ def test_the_verdict_is_one_line_with_the_reason_in_a_few_words(report: Report, 
 
 def test_a_row_for_each_tensor() -> None:
     scalar = TensorSpec("", DType("float32", big_endian=True), (), "F", Extent(7, 4), "ab" * 32)
-    report = Report((GOOD, FileReport("s", "pickle", 11, tensors=(scalar,))))
+    decoded = TensorSpec("w", DType("int8"), (3,), "C", Extent(7, 3, inline=b"abc"))
+    report = Report((GOOD, FileReport("s", "pickle", 11, tensors=(scalar, decoded))))
     assert list(text.tensor_rows(report)) == [
         ("good", "weight", "int8", "2x3", "C", "163", "6"),
         ("s", "-", "float32 (big-endian)", "scalar", "F", "7", "4", "ab" * 32),
+        ("s", "w", "int8", "3", "C", "-", "3 (decoded)"),
     ]
 
 

@@ -140,13 +140,15 @@ def test_what_cannot_be_trusted_is_refused(tmp_path: Path) -> None:
     for trust, says in (
         ([], "at least one trusted key"),
         ([one, two], "at most one trust file"),
-        (tmp_path / "none", "none"),
-        (tmp_path, "Is a directory"),
+        (tmp_path / "none", f"cannot read trust file {tmp_path}/none: No such file or directory; check the path"),
+        (tmp_path, f"cannot read trust file {tmp_path}: Is a directory; check the path"),
         ("nul\0", "null"),
-        (file("secret", SecretKey.generate().to_pem(None)), "found a private key"),
+        (file("secret", SecretKey.generate().to_pem(None)), "secret: expected a public key, found a private key; "),
         (file("sealed", SecretKey.generate().to_pem(b"x")), "found a private key"),
         (file("text", b"hello"), "found neither"),
         (file("empty", b""), "found neither"),
+        (file("m.json", b'{"payload": "", "payloadType": "x", "signatures": []}'), "found neither; name the .pub file"),
+        (file("config.json", b'{"spec": 1.5}'), "(PEM, -----BEGIN PUBLIC KEY-----) or a trust store (JSON with "),
         (file("cert", b"-----BEGIN CERTIFICATE-----\n"), "one PEM block PUBLIC KEY"),
         (file("long", store() + b" " * MAX_TRUST_BYTES), "at most"),
     ):

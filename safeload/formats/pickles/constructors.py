@@ -356,6 +356,8 @@ CONSTRUCTORS: Mapping[tuple[str, str], tuple[Constructor | None, range]] = {
     ("builtins", "object"): (None, _ANY_PROTOCOL),
     ("collections", "OrderedDict"): (_ordered_dict, _ANY_PROTOCOL),
     ("jax._src.array", "_reconstruct_array"): (_jax_array, _ANY_PROTOCOL),
+    # The same call as jax wrote it before 0.4.1 (`jax/_src/device_array.py`).
+    ("jax._src.device_array", "reconstruct_device_array"): (_jax_array, _ANY_PROTOCOL),
 }
 """Every pair that any policy can allow: what a call of it makes (None where it is only ever an argument), and the
 protocols in which `pickle.load` would find it."""
