@@ -40,27 +40,42 @@ def decode(admitted: AdmittedCheckpoint) -> Mapping[str, Any]:
 
     Containers and plain values are as in the file; a record is an instance of its record class.
     """
-    return {path: _decode(value, path, admitted.staged.files[path].view) for path, value in admitted.values.items()}
+    return {
+        path: _File(path, admitted.staged.files[path].view).decode(value) for path, value in admitted.values.items()
+    }
 
 
-def _decode(value: Value, path: str, data: memoryview) -> Any:
-    match value:
-        case TensorSpec(extent=Extent(offset, nbytes, inline)):
-            payload = data[offset : offset + nbytes] if inline is None else inline
-            return HostTensor(path, value, view(payload, value))
-        case Extent(offset, nbytes, inline):
-            return bytes(data[offset : offset + nbytes]) if inline is None else inline
-        case RecordValue(record, fields):
-            made = record_class(record, tuple(fields))
-            return made(**{name: _decode(child, path, data) for name, child in fields.items()})
-        case dict():
-            return {key: _decode(child, path, data) for key, child in value.items()}
-        case list():
-            return [_decode(child, path, data) for child in value]
-        case tuple():
-            return tuple(_decode(child, path, data) for child in value)
-        case _:
-            return value
+class _File:
+    """One file's bytes, made into what it holds."""
+
+    def __init__(self, path: str, data: memoryview) -> None:
+        self._path = path
+        self._data = data
+        self._bytes: dict[Extent, bytes] = {}
+
+    def decode(self, value: Value) -> Any:
+        match value:
+            case TensorSpec(extent=extent):
+                return HostTensor(self._path, value, view(self._payload(extent), value))
+            case Extent():
+                # Once for each place in the file, however often it is referred to.
+                if value not in self._bytes:
+                    self._bytes[value] = bytes(self._payload(value))
+                return self._bytes[value]
+            case RecordValue(record, fields):
+                made = record_class(record, tuple(fields))
+                return made(**{name: self.decode(child) for name, child in fields.items()})
+            case dict():
+                return {key: self.decode(child) for key, child in value.items()}
+            case list():
+                return [self.decode(child) for child in value]
+            case tuple():
+                return tuple(self.decode(child) for child in value)
+            case _:
+                return value
+
+    def _payload(self, extent: Extent) -> memoryview | bytes:
+        return self._data[extent.offset : extent.offset + extent.nbytes] if extent.inline is None else extent.inline
 
 
 def arrays(tree: Any) -> Any:

@@ -24,6 +24,9 @@ MAX_DECOMPILED_BYTES = 4 * 1024 * 1024
 MAX_STEPS = 10_000
 """Steps that are kept. A shard has about 60; whoever needs more than this needs no page of text."""
 
+MAX_PROGRAM_NODES = 100_000
+"""Parts of a program that are written out; a tuple that holds itself twice, twenty times over, has a million."""
+
 MAX_DECOMPILED_LINES = 40
 """Lines of the decompiled program that are kept: enough to see what it is after."""
 
@@ -92,14 +95,13 @@ def _decompile(source: Source) -> tuple[str, bool]:
     try:
         from fickling.fickle import Pickled
     except ImportError:
-        return (
-            "fickling is not installed; install safeload with its extra `explain`: pip install '.[explain]' in its repository",
-            False,
-        )
+        return "fickling is not installed: pip install '.[explain]' in safeload's repository", False
     if source.size > MAX_DECOMPILED_BYTES:
         return f"the file has more than {MAX_DECOMPILED_BYTES:,} bytes, which fickling would read whole", False
     try:
         program = Pickled.load(source.read(0, source.size)).ast
+        if not _is_small(program):
+            return f"it is a program of more than {MAX_PROGRAM_NODES:,} parts", False
         lines = ast.unparse(program).splitlines()
     except Exception as err:  # noqa: BLE001 - a foreign parser on hostile bytes: whatever it raises, we only lose this view
         return f"fickling cannot read it: {escape(str(err)) or type(err).__name__}", False
@@ -107,3 +109,19 @@ def _decompile(source: Source) -> tuple[str, bool]:
     shown = [escape(line).replace("\\\\", "\\") for line in islice(lines, MAX_DECOMPILED_LINES)]
     more = [f"# ... and {len(lines) - MAX_DECOMPILED_LINES} more line(s)"] if len(lines) > MAX_DECOMPILED_LINES else []
     return "\n".join([*shown, *more]), True
+
+
+def _is_small(program: ast.AST) -> bool:
+    """Whether a program is small when written out: parts that are shared count each time, as they are written."""
+    n_nodes = 0
+    waiting: list[object] = [program]
+    while waiting:
+        node = waiting.pop()
+        n_nodes += 1
+        if n_nodes > MAX_PROGRAM_NODES:
+            return False
+        if isinstance(node, ast.AST):
+            waiting += [getattr(node, name, None) for name in node._fields]
+        elif isinstance(node, list | tuple):
+            waiting += node
+    return True

@@ -83,8 +83,9 @@ FieldName = Annotated[Identifier, AfterValidator(_usable_as_field)]
 DottedName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$")]
 Reason = Annotated[str, StringConstraints(min_length=8, strip_whitespace=True)]
 DTypeName = Literal[tuple(DTYPE_ITEMSIZE)]  # type: ignore[valid-type] # one table of dtypes, not a second list
+FilePattern = Annotated[str, StringConstraints(pattern=r"^[^/]+$")]
 Version = Annotated[int, Field(ge=1, le=1)]  # a Literal[1] would take `true` and `1.0` as well
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=1 << 53)]
 Protocol = Annotated[int, Field(ge=0, le=5)]
 PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]*$")]
 Description = Annotated[str, StringConstraints(min_length=8)]
@@ -169,7 +170,7 @@ class FormatRules(_Model):
 class InertFiles(_Model):
     """Files that are data and no tensors: admitted by name, checked by content, never opened by the loader."""
 
-    patterns: tuple[Annotated[str, StringConstraints(pattern=r"^[^/]+$")], ...] = Field(min_length=1)
+    patterns: tuple[FilePattern, ...] = Field(min_length=1)
     content: Literal["json", "text", "opaque"]
     reason: Reason
 
@@ -178,9 +179,13 @@ class FileRules(_Model):
     """Which files may lie beside the tensors."""
 
     inert: tuple[InertFiles, ...] = ()
+    never: tuple[FilePattern, ...] = ()
+    """Names that no entry above admits, whatever its patterns are."""
 
     def inert_for(self, filename: str) -> InertFiles | None:
         """Return the first entry whose pattern fits the last component of a path; case matters."""
+        if any(fnmatchcase(filename, pattern) for pattern in self.never):
+            return None
         for entry in self.inert:
             if any(fnmatchcase(filename, pattern) for pattern in entry.patterns):
                 return entry
@@ -297,13 +302,16 @@ class Derivation(_Model):
         )
         if narrow.shards is not None and base.shards is not None:
             raise ValueError(f"policy {base.name} has [shards] already; write a policy of its own to change them")
+        # What was taken away must not fit a later pattern instead.
+        kept = tuple(_without_patterns(base.files.inert, narrow.inert_patterns))
+        never = (*base.files.never, *narrow.inert_patterns)
         return Policy(
             version=1,
             name=self.name,
             description=self.description,
             formats=base.formats,
             pickle=pickle,
-            files=FileRules(inert=(*_without_patterns(base.files.inert, narrow.inert_patterns), *widen.files.inert)),
+            files=FileRules(inert=(*kept, *widen.files.inert), never=never),
             shards=narrow.shards or base.shards,
             limits=_moved_limits(base.limits, widen.limits, narrow.limits),
         )
@@ -349,9 +357,11 @@ class Policy(_Model):
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the resolved policy, as JSON with sorted keys: the same for files that differ in comments only."""
-        resolved = self.model_dump(mode="json")
-        return sha256_hex(json.dumps(resolved, sort_keys=True, separators=(",", ":")).encode())
+        """SHA-256 of the resolved policy as JSON: the same for files that differ in comments and layout only.
+
+        The order of a record's fields and that of entries count, because they decide what a file is read as.
+        """
+        return sha256_hex(json.dumps(self.model_dump(mode="json"), separators=(",", ":")).encode())
 
     @model_validator(mode="after")
     def _shards_hold_what_is_declared(self) -> Policy:
@@ -406,20 +416,14 @@ class Policy(_Model):
             known = theirs.records_by_global.get(full)
             if known is None:
                 added.append(f"record {full}")
-            elif rule.fields.keys() != known.fields.keys():
+            elif list(rule.fields) != list(known.fields):
                 added.append(f"record {full} with the fields {', '.join(rule.fields)}")
             else:
                 for field, dtypes in rule.fields.items():
                     added += [f"record {full}: {field} of {d}" for d in dtypes if d not in known.fields[field]]
                 if known.grouped_scales not in {None, rule.grouped_scales}:
                     added.append(f"record {full}: scales that break its rule")
-        contents = {(p, entry.content) for entry in other.files.inert for p in entry.patterns}
-        added += [
-            f"files named {p} as {entry.content}"
-            for entry in self.files.inert
-            for p in entry.patterns
-            if (p, entry.content) not in contents
-        ]
+        added += _wider_files(self.files, other.files)
         if other.shards is not None and self.shards != other.shards:
             added.append(f"shards other than {other.shards.name} with {' or '.join(other.shards.holds)}")
         limits, bounds = self.limits.model_dump(), other.limits.model_dump()
@@ -432,6 +436,41 @@ class Policy(_Model):
         import tomli_w
 
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, by_alias=True))
+
+
+def _wider_files(mine: FileRules, theirs: FileRules) -> Iterator[str]:
+    """Yield what `mine` may admit and `theirs` refuses.
+
+    The first pattern that fits a name decides, so an entry is the same only behind all that came before it there and
+    may fit the same names.
+    """
+    before: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for entry in theirs.inert:
+        for pattern in entry.patterns:
+            before.setdefault((pattern, entry.content), set(before))
+    seen: set[tuple[str, str]] = set()
+    told: set[str] = set()
+    for entry in mine.inert:
+        for pattern in entry.patterns:
+            this = pattern, entry.content
+            lost = {p for p, _ in before.get(this, set()) - seen if _may_share(p, pattern)} - set(mine.never)
+            if this not in before or lost:
+                told.add(pattern)
+                yield f"files named {pattern} as {entry.content}"
+            seen.add(this)
+    for never in theirs.never:
+        if never not in {*mine.never, *told} and any(_may_share(never, pattern) for pattern, _ in seen):
+            yield f"files named {never}"
+
+
+def _may_share(one: str, other: str) -> bool:
+    """Whether some name may fit both patterns; exact for plain names and for a star at one end."""
+    if not set("*?[") & set(one):
+        return fnmatchcase(one, other)
+    if not set("*?[") & set(other):
+        return fnmatchcase(other, one)
+    ends = [p[1:] for p in (one, other) if p[0] == "*" and not set("*?[") & set(p[1:])]
+    return len(ends) < 2 or ends[0].endswith(ends[1]) or ends[1].endswith(ends[0])
 
 
 def _in_words(problem: ErrorDetails) -> str:

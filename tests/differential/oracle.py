@@ -49,7 +49,7 @@ SLOW_SECONDS = 2.0
 
 BY_CHANCE = frozenset(
     {
-        *("ambiguous-name", "bad-key", "bad-number", "bad-payload", "bad-shape"),
+        *("ambiguous-name", "bad-key", "ambiguous-number", "bad-payload", "bad-shape"),
         *("duplicate-key", "integer-too-long", "payload-size"),
     }
 )
@@ -261,7 +261,7 @@ def _verdict(parsed: Parsed) -> str:
 
 def _decoded(stream: bytes, parsed: Parsed) -> Normal:
     from safeload.canonical import canonical_bytes
-    from safeload.decoding import HostTensor, _decode
+    from safeload.decoding import HostTensor, _File
 
     data = memoryview(stream).toreadonly()
 
@@ -286,7 +286,7 @@ def _decoded(stream: bytes, parsed: Parsed) -> Normal:
             return ["record", type(value).__name__, sorted([name, form(child)] for name, child in fields)]
         return normal(value)
 
-    return form(_decode(parsed.value, "stream", data))
+    return form(_File("stream", data).decode(parsed.value))
 
 
 def check(streams: Sequence[bytes], policy: Policy, *, origins: Sequence[Stream] = ()) -> Tally:

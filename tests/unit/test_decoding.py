@@ -135,3 +135,16 @@ def test_decoding_opens_no_file(checkpoint: CheckpointSimulator) -> None:
     proof = admitted(checkpoint)
     checkpoint.directory.rename(checkpoint.outside)
     np.testing.assert_array_equal(decode(proof)[PLAIN].array, checkpoint.values[PLAIN])
+
+
+def test_bytes_in_many_places_are_one_object(tmp_path: Path) -> None:
+    checkpoint = CheckpointSimulator(tmp_path)
+    shared = b"x" * 1000
+    checkpoint.add("shared.pkl", pickled([shared, [shared, shared]]))
+    checkpoint.sign()
+    tree = arrays(
+        decode(admit(stage(checkpoint.directory, checkpoint.trusted()), policy=load_policy("numpy-quantized")))
+    )
+    first, (second, third) = tree["shared.pkl"]
+    assert first == shared
+    assert first is second is third

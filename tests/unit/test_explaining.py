@@ -147,3 +147,9 @@ def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path, capsys: pyte
     assert main(["explain", str(write(tmp_path / "a", data))]) == 1
     shown = capsys.readouterr()
     assert all(c.isprintable() or c == "\n" for c in shown.out + shown.err)
+
+
+def test_a_small_file_of_an_endless_program_is_not_written_out(tmp_path: Path) -> None:
+    for n in (18, 40):
+        explanation = explain(write(tmp_path / "a", b"\x80\x02N" + b"2\x86" * n + b"."))
+        assert not explanation.has_program

@@ -132,3 +132,44 @@ def test_size_is_bounded_before_anything_is_read(content: Content) -> None:
     assert type(parsed.refusal) is LimitError
     assert parsed.refusal.findings[0].code == "limit-exceeded"
     assert "`max_inert_bytes`" in (parsed.refusal.findings[0].hint or "")
+
+
+EVIL = b"cos\nsystem\n(S'true'\ntR."
+HIDDEN = {
+    "proto-in-the-middle": b"N0\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",
+    "frame-without-proto": b"]\x95" + bytes(8) + b"0\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",
+    "deep-marks": b"(" * 200 + EVIL,
+    "hex": b"I0x1\n0" + EVIL,
+    "underscore": b"(lp0\nI1_0\na0" + EVIL,
+    "surrogate": b"V\\ud800\n0" + EVIL,
+    "octal-escape": b"S'\\101'\n0" + EVIL,
+    "key-twice": b"(I1\nI2\nI1\nI3\nd0" + EVIL,
+    "padded-index": b"Np01\n0" + EVIL,
+    "many-names": b"".join(op.GLOBAL("os.path", f"x{n}") for n in range(70)) + EVIL,
+    "set": b"\x8f0" + EVIL,
+}
+"""A call behind something that only our machine stops at, because it is stricter than others."""
+
+
+@pytest.mark.parametrize("content", ["text", "opaque"])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_call_behind_what_only_we_refuse_is_refused_too(name: str, content: Content) -> None:
+    assert is_refused(HIDDEN[name], content)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "License: Apache-2.0\n", "I am no pickle.\n", "(c) 2024 Somebody\nAll rights reserved.\n", "For you\n",
+        "(in brackets)\nand more\n", "Some text\n", "Version 1\nof this\n", "copyright\nnotice\n", "get started\n",
+        "# Title\n", "The model\n", "Because\n", "X\n", "Permission is hereby granted\n", "0.1.0\n", "1\n2\n3\n",
+    ],
+)  # fmt: skip
+def test_honest_beginnings_are_text(text: str) -> None:
+    assert not is_refused(text.encode() * 50, "text")
+
+
+def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
+    policy = policy_with(limits={"max_values": 1000})
+    parsed = check_inert(MemorySource(b"[" + b"0," * 1000 + b"0]"), "json", policy)
+    assert type(parsed.refusal) is LimitError

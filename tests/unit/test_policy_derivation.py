@@ -120,3 +120,47 @@ def test_what_a_policy_can_list_is_what_has_a_constructor() -> None:
 def test_a_policy_cannot_teach_a_call() -> None:
     with pytest.raises(ConfigError, match=r"no constructor for os\.system"):
         parse(HEAD + SCALAR.replace("numpy.core.multiarray.scalar", "os.system"))
+
+
+ORDERED = """version = 1
+name = "x"
+description = "for a test"
+[[files.inert]]
+patterns = ["{}"]
+content = "{}"
+reason = "first of two"
+[[files.inert]]
+patterns = ["{}"]
+content = "{}"
+reason = "second of two"
+"""
+
+
+def test_the_order_of_patterns_is_part_of_what_a_policy_allows() -> None:
+    strict = parse(ORDERED.format("*.json", "json", "c.json", "opaque"))
+    loose = parse(ORDERED.format("c.json", "opaque", "*.json", "json"))
+    assert loose.additions_to(strict) == ["files named c.json as opaque"]
+    assert strict.sha256 != loose.sha256
+
+
+def test_the_order_of_a_record_s_fields_is_part_of_what_a_policy_allows() -> None:
+    record = """version = 1
+name = "x"
+description = "for a test"
+[[pickle.records]]
+name = "Pair"
+modules = ["m"]
+fields = {{ {} = ["int8"], {} = ["int8"] }}
+reason = "two arrays"
+"""
+    one, other = parse(record.format("a", "b")), parse(record.format("b", "a"))
+    assert one.sha256 != other.sha256
+    assert one.additions_to(other) == ["record m.Pair with the fields a, b"]
+
+
+def test_what_is_narrowed_away_fits_no_later_pattern() -> None:
+    policy = parse(HEAD + '[narrow]\ninert_patterns = ["*.json"]')
+    assert BASE.files.inert_for("LICENSE.json") is not None
+    assert policy.files.inert_for("LICENSE.json") is None
+    assert policy.files.inert_for("LICENSE.txt") is not None
+    assert policy.additions_to(BASE) == []

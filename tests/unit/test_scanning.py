@@ -594,3 +594,11 @@ def test_any_text_as_a_path_is_a_verdict_or_our_error(tmp_path: Path, text: str)
     except SafeloadError:
         return
     assert report.verdict == "rejected"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "tokenizer.model"])
+def test_a_long_inert_file_can_be_hashed_as_a_short_one(tmp_path: Path, name: str) -> None:
+    for n_bytes in (380_000, 400_000, 1_500_000):
+        data = b'"' + b"a" * n_bytes + b'"'
+        file = only(scan(write(tmp_path / name, data), digests=True))
+        assert (file.verdict, file.sha256) == ("accepted", hashlib.sha256(data).hexdigest())

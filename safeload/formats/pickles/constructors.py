@@ -26,6 +26,10 @@ from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE, DType, Extent
 MAX_DIMENSIONS = 32
 """numpy's own bound up to 1.26; 64 since 2.0, which no tensor needs."""
 
+MAX_NUMBER_KEYS = 4096
+"""Keys of a dict that may be numbers: their hashes are the file's choice, and so is how long each takes to find. Those
+of strings are not. An optimizer's state has one such key for each parameter."""
+
 MAX_ARRAY_BYTES = (1 << 63) - 1
 """numpy counts an array's bytes in a signed 64-bit integer, and leaves dimensions of zero out when it does."""
 
@@ -329,6 +333,10 @@ def set_item(mapping: dict[object, object], key: object, value: object, offset: 
     plain = key is None or type(key) in {str, float, bool} or (type(key) is int and -(1 << 63) <= key < 1 << 63)
     if not plain:
         refuse("bad-key", f"a key must be a string, a number of 64 bits or None, found {describe(key)}", offset)
+    if type(key) is not str and len(mapping) > MAX_NUMBER_KEYS:
+        refuse(
+            "too-many-number-keys", f"a dict has at most {MAX_NUMBER_KEYS} keys before one that is no string", offset
+        )
     if key in mapping:
         refuse("duplicate-key", f"each key appears once, found a second {key!r:.40}", offset)
     mapping[key] = value

@@ -11,9 +11,11 @@ Time is linear in the number of opcodes, memory is bounded by the policy's limit
 from __future__ import annotations
 
 import codecs
+import contextlib
 import math
 import re
 import struct
+import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
@@ -54,11 +56,16 @@ PYTHON_2_HEAD_BYTES = 4096
 MAX_NAME_CHARACTERS = 512
 """Length of a module or class name. The longest allowed one has 45."""
 
+MAX_NUMBER_BYTES = 128
+"""How much of a number's text is looked at to say whether other readers would take it; it is refused either way."""
+
 MAX_FINDINGS = 64
 """Findings a file after which it is not looked at further: its author could make any number of them."""
 
 MAX_INTEGER_BYTES = 32
 """Size of an integer: 256 bits, twice what the largest honest one (a random generator's state) has."""
+
+_UNSET = object()
 
 _NO_FRAME = 1 << 64
 """Where the current frame ends while there is none: behind every offset that a file can have."""
@@ -94,11 +101,14 @@ class Machine:
         self._protocol: int | None = None
         self._stack: list[object] = []
         self._outer: list[list[object]] = []  # the stacks below each open mark
-        self._memo: dict[int, object] = {}
+        # A list, as in CPython: in a dict, indices of the file's choice can be made to collide a million times each.
+        self._memo: list[object] = []
+        self._n_memo = 0
+        self._n_payloads = 0
         self._inline_bytes = 0
         self._n_stored = 0
         self._n_charged = 0
-        self.refused_calls = 0  # calls that `pickle.load` would have made of what is refused here
+        self.refused_calls = 0  # what `pickle.load` would have called, or gone on behind, and is refused here
 
     # ---------------------------------------------------------------- reading
 
@@ -135,6 +145,8 @@ class Machine:
             self._limit("max_stack_items", f"{items:,} values on the stack")
         if len(self._memo) > self._limits.max_memo_entries:
             self._limit("max_memo_entries", f"{len(self._memo):,} memo entries")
+        if self._n_payloads > self._limits.max_values:
+            self._limit("max_values", f"{self._n_payloads:,} byte strings")
 
     def _take(self, nbytes: int) -> bytes:
         if self._at + nbytes > len(self._window):
@@ -188,7 +200,7 @@ class Machine:
             self._refill(nbytes)  # raises: there are not so many bytes
         self._inline(nbytes)
         try:
-            return str(self._take(nbytes), "utf-8")
+            text = str(self._take(nbytes), "utf-8")
         except UnicodeDecodeError as err:
             raise FormatError(
                 Finding(
@@ -197,11 +209,16 @@ class Machine:
                     offset=self._start,
                 )
             ) from err
+        if not text.isascii():
+            # One character beyond U+00FF makes each of them take two bytes or four.
+            self._inline(max(sys.getsizeof(text) - nbytes, 0))
+        return text
 
     def _payload(self, nbytes: int, kind: str) -> None:
         here = self._base + self._at
         if nbytes > self.source.size - here:
             self._refill(nbytes)  # raises: there are not so many bytes
+        self._n_payloads += 1
         self.source.payload(here, nbytes)
         if nbytes <= (PYTHON_2_HEAD_BYTES if kind == "str" else HEAD_BYTES):
             self._inline(nbytes)
@@ -338,6 +355,8 @@ class Machine:
             self.refused_calls += all(NAME.fullmatch(part) is not None for part in f"{module}.{name}".split("."))
         elif opcode.name in {"OBJ", "NEWOBJ_EX"}:
             self.refused_calls += any(value is REFUSED for value in self._stack)
+        elif opcode.name in {"EMPTY_SET", "ADDITEMS", "FROZENSET"}:
+            self.refused_calls += 1  # no call, but others go on behind it to whatever comes
         raise PolicyError(
             Finding(
                 "opcode-not-allowed",
@@ -382,13 +401,18 @@ class Machine:
         self._push(self._top())
 
     def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._top()
+        self._put(self._n_memo)
 
     def _put(self, index: int) -> None:
         # CPython's memo is an array as long as its largest index, so an index costs there what entries cost here.
         if index >= self._limits.max_memo_entries:
             self._limit("max_memo_entries", f"memo index {index:,}")
-        self._memo[index] = self._top()
+        value = self._top()
+        memo = self._memo
+        if index >= len(memo):
+            memo += [_UNSET] * (index - len(memo) + 1)
+        self._n_memo += memo[index] is _UNSET
+        memo[index] = value
 
     def _index_line(self) -> int:
         index = self._decimal(self._line())
@@ -400,16 +424,16 @@ class Machine:
         self._put(self._index_line())
 
     def _binput(self) -> None:
-        self._memo[self._byte()] = self._top()
+        self._put(self._byte())
 
     def _long_binput(self) -> None:
         self._put(self._length(4))
 
     def _get(self, index: int) -> None:
-        try:
-            self._stack.append(self._memo[index])
-        except KeyError:
+        value = self._memo[index] if index < len(self._memo) else _UNSET
+        if value is _UNSET:
             self._fail("unknown-memo-index", f"expected a memo index that was stored before, found {index}")
+        self._stack.append(value)
 
     def _get_line(self) -> None:
         self._get(self._index_line())
@@ -442,8 +466,17 @@ class Machine:
 
     def _decimal(self, line: bytes) -> int:
         if not _DECIMAL.fullmatch(line):
-            self._fail("bad-number", f"expected a plain decimal integer, found {line[:40]!r}")
+            self._bad_number(line, "integer", int, lambda text: int(text, 0))
         return int(line)
+
+    def _bad_number(self, line: bytes, kind: str, *readers: Callable[[bytes], object]) -> NoReturn:
+        """Refuse a number, and say whether any reader would take it for one."""
+        message = f"expected a plain decimal {kind}, found {line[:40]!r}"
+        for read in readers:
+            with contextlib.suppress(ValueError):
+                read(line[:MAX_NUMBER_BYTES])
+                self._fail("ambiguous-number", f"{message}, which readers differ about")
+        self._fail("bad-number", message)
 
     def _int(self) -> None:
         line = self._line()
@@ -467,11 +500,11 @@ class Machine:
     def _float(self) -> None:
         line = self._line()
         if not _FLOAT.fullmatch(line):
-            self._fail("bad-number", f"expected a plain decimal float, found {line[:40]!r}")
+            self._bad_number(line, "float", float)
         value = float(line)
         if math.isinf(value) and not line.endswith(b"inf"):
             # An overflow is an error to CPython's C reader and infinity to its Python one.
-            self._fail("bad-number", f"expected a float of 64 bits, found {line[:40]!r}")
+            self._bad_number(line, "float of 64 bits", float)
         self._push(value)
 
     def _binfloat(self) -> None:
@@ -499,7 +532,10 @@ class Machine:
     def _string(self) -> None:
         line = self._line()
         if not _QUOTED.fullmatch(line):
-            self._fail("bad-text", f"expected a quoted string as Python 2 writes it, found {line[:40]!r}")
+            message = f"expected a quoted string as Python 2 writes it, found {line[:40]!r}"
+            if len(line) > 1 and line[0] == line[-1] and line[:1] in {b"'", b'"'}:
+                self._fail("ambiguous-text", f"{message}, which readers differ about")
+            self._fail("bad-text", message)
         data = codecs.escape_decode(line[1:-1])[0]
         self._push(Payload(Extent(self._start, len(data), data), "str", data))
 
