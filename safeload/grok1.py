@@ -8,6 +8,7 @@ binds each file to its parameter, and `restore` refuses a checkpoint where the t
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,8 +272,12 @@ def restore(  # noqa: PLR0917 - the published signature
     for name, leaf in leaves:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ConfigError(f"state_shapes: {escape(name)}: expected a shape and a dtype, found {escape(repr(leaf))}")
+    names = [name for name, _ in leaves]
+    if len(set(names)) != len(names):
+        twice = next(name for name, times in Counter(names).items() if times > 1)
+        raise ConfigError(f"state_shapes: expected a name for each leaf, found {escape(twice)} twice")
     specs = dict(assembling.named_leaves(state_sharding)[0])
-    _require_equal_names([name for name, _ in leaves], specs)
+    _require_equal_names(names, specs)
     shardings = [assembling.fit(mesh, specs[name], path=name, shape=tuple(leaf.shape)) for name, leaf in leaves]
 
     envelope, source, _ = loading.read_manifest(manifest)

@@ -601,3 +601,14 @@ def test_a_state_without_params_or_shapes_is_refused(restored: Restore) -> None:
         restored(state_shapes=nested(shapes()).params)
     with pytest.raises(ConfigError, match=TABLE[NORM].parameter):
         restored(state_shapes=nested(shapes(**{TABLE[NORM].parameter: 1.0})))
+
+
+def test_two_leaves_of_one_name_are_refused(restored: Restore) -> None:
+    leaf = jax.ShapeDtypeStruct((4,), np.float32)
+    spec = PartitionSpec(None)
+    with pytest.raises(ConfigError, match="found a/b twice"):
+        restored(
+            params_only=False,
+            state_shapes={"a": {"b": leaf}, "a/b": leaf},
+            state_sharding={"a": {"b": spec}, "a/b": spec},
+        )
