@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from safeload.errors import Finding, SafeloadError
-    from safeload.loading import load, sign, verify
+    from safeload.loading import load, verify
     from safeload.manifest import Manifest, TrustedManifest
     from safeload.policy import Policy
+    from safeload.publishing import sign
     from safeload.records import QuantizedWeight8bit
     from safeload.report import Report
     from safeload.scanning import scan
@@ -58,7 +59,7 @@ _MODULES = {
     "TrustedManifest": "manifest",
     "load": "loading",
     "scan": "scanning",
-    "sign": "loading",
+    "sign": "publishing",
     "verify": "loading",
 }
 

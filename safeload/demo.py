@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from safeload import loading
+from safeload import loading, publishing
 from safeload.canonical import numpy_dtype
 from safeload.errors import ConfigError
 from safeload.files import publish
@@ -106,7 +106,9 @@ def sign_checkpoint(checkpoint: Path, manifest: Path, public_key: Path) -> str:
     """
     key = SecretKey.generate("ed25519")
     parameters = name_shards(path.name for path in checkpoint.iterdir())
-    envelope = loading.sign(checkpoint, keys=[key], model=MODEL, revision="demo", policy=POLICY, parameters=parameters)
+    envelope = publishing.sign(
+        checkpoint, keys=[key], model=MODEL, revision="demo", policy=POLICY, parameters=parameters
+    )
     publish(manifest, envelope)
     publish(public_key, key.public.to_pem())
     return key.public.keyid

@@ -7,6 +7,9 @@ SafeloadError
 │   ├── VerificationError      bytes are not what a trusted key signed
 │   │   ├── SignatureError     no threshold of trusted keys signed this manifest
 │   │   ├── ManifestError      signed or not, the manifest breaks its own schema
+│   │   ├── RevokedError       its key or the manifest itself was taken back
+│   │   ├── ExpiredError       it is older than it says that it may be
+│   │   ├── RollbackError      it contradicts what was accepted before it
 │   │   ├── FileSetError       files are missing, unlisted or no regular files
 │   │   └── DigestMismatchError
 │   └── PolicyError            well formed and authentic, but the policy does not allow it
@@ -97,6 +100,18 @@ class SignatureError(VerificationError):
 
 class ManifestError(VerificationError):
     """The manifest breaks its own schema, signed or not."""
+
+
+class RevokedError(VerificationError):
+    """A key that signed, or the manifest itself, was taken back in the trust store."""
+
+
+class ExpiredError(VerificationError):
+    """The manifest is past the time that its publisher gave it, and the caller did not pin it."""
+
+
+class RollbackError(VerificationError):
+    """The manifest or the trust store is older than one that was accepted before, or contradicts it."""
 
 
 class FileSetError(VerificationError):

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from safeload.digests import HASH_CHUNK_BYTES
-from safeload.errors import FileSetError, Finding, StagingError, escape, reason
+from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES, new_blake3
+from safeload.errors import ConfigError, FileSetError, Finding, StagingError, escape, reason
 
 MAX_DEPTH = 64
 """Deepest directory that a walk enters, in components below the root: twice what a manifest may name."""
@@ -55,6 +55,7 @@ class WalkedFile:
         size: Length in bytes as the directory says; 0 where it does not.
         device: Number of the device that holds it; 0 where unknown.
         inode: Its number there; 0 where unknown.
+        n_links: How many names the file has, wherever they are.
         finding: Why it can not be read as a regular file, or None.
     """
 
@@ -62,6 +63,7 @@ class WalkedFile:
     size: int = 0
     device: int = 0
     inode: int = 0
+    n_links: int = 1
     finding: Finding | None = None
 
 
@@ -165,6 +167,33 @@ class Root:
             raise _open_error(err, path) from err
         return fd
 
+    def holds_directory(self, path: str) -> bool:
+        """Whether there is a directory at `path`, reached without following a link; False where nobody can tell."""
+        *parents, name = path.split("/")
+        try:
+            with self._directory(tuple(parents)) as directory:
+                return stat.S_ISDIR(os.lstat(name, dir_fd=directory).st_mode)
+        except (FileSetError, OSError, ValueError):
+            return False
+
+    def holds(self, path: str, data: bytes) -> bool:
+        """Whether the regular file at `path` has exactly these bytes; False for whatever cannot be read as one."""
+        try:
+            fd = self.open(path)
+        except (FileSetError, StagingError):
+            return False
+        try:
+            found = bytearray(len(data) + 1)
+            at = 0
+            with memoryview(found) as view:
+                while at < len(found) and (got := read_into(fd, view[at:], at, path=path)):
+                    at += got
+            return found[:at] == data
+        except StagingError:
+            return False
+        finally:
+            os.close(fd)
+
     @contextlib.contextmanager
     def _directory(self, parts: tuple[str, ...]) -> Iterator[int]:
         """Lend the descriptor of the directory at `parts`. Raises OSError, or FileSetError for a link on the way."""
@@ -243,7 +272,7 @@ def _look(entry: os.DirEntry[str], parts: tuple[str, ...]) -> WalkedFile | None:
     else:
         finding = _irregular(status.st_mode)
     placed = None if finding is None else finding.in_file(path)
-    return WalkedFile(path, status.st_size, status.st_dev, status.st_ino, placed)
+    return WalkedFile(path, status.st_size, status.st_dev, status.st_ino, status.st_nlink, placed)
 
 
 def _irregular(mode: int) -> Finding | None:
@@ -307,10 +336,17 @@ class StreamSource:
     was parsed is what was hashed, even while somebody writes to the file. Such a source goes forward; of what lies
     behind its position it keeps at least the last `WINDOW_BYTES`, for windows that overlap.
 
+    All digests are taken in that one pass, each piece while it is in the processor's cache, and by one thread: those
+    of the chunks cost as much again as that of the file does, and so do those of payloads. Several files are hashed at
+    a time, the largest first, which is what keeps the processors busy.
+
     Attributes:
         path: What the file is called in errors.
         size: Length in bytes when it was opened.
         digests: SHA-256 of each payload that was met, by its offset, where that was asked for.
+        chunk_digests: SHA-256 of each `CHUNK_BYTES` of a file that is longer, as far as it was read, where that was
+            asked for; complete after `finish`.
+        blake3: BLAKE3 of the file after `finish`, 64 lower-case hexadecimal digits, where that was asked for.
     """
 
     def __init__(
@@ -320,6 +356,8 @@ class StreamSource:
         *,
         hashing: bool = False,
         payload_digests: bool = False,
+        chunk_digests: bool = False,
+        blake3: bool = False,
         advance: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Take over `fd`, and close it when the context is left.
@@ -329,13 +367,18 @@ class StreamSource:
             path: What to call the file in errors.
             hashing: Whether to hash every byte on the way to `finish`.
             payload_digests: Whether to take the digest of each payload that a parser meets, into `digests`.
+            chunk_digests: With `hashing`, whether to take the digest of each chunk of a file that has several.
+            blake3: With `hashing`, whether to take the BLAKE3 digest of the file as well.
             advance: Told how many bytes were hashed, after each piece; what it raises ends the reading.
 
         Raises:
             StagingError: the file's length could not be found.
+            ConfigError: the package that computes BLAKE3 is not installed.
         """
         self.path = path
         self.digests: dict[int, str] = {}
+        self.chunk_digests: list[bytes] = []
+        self.blake3: str | None = None
         self._payload_digests = payload_digests
         self._advance = advance
         self._fd = fd
@@ -345,6 +388,12 @@ class StreamSource:
             os.close(fd)
             raise StagingError(f"cannot read {escape(path)}: {reason(err)}") from err
         self._hash = hashlib.sha256() if hashing else None
+        self._chunk_hash = hashlib.sha256() if hashing and chunk_digests and self.size > CHUNK_BYTES else None
+        try:
+            self._blake3 = new_blake3() if hashing and blake3 else None
+        except ConfigError:
+            os.close(fd)
+            raise
         # The buffer holds the bytes [_start, _start + _filled) of the file: all were hashed, none is read again.
         self._buffer = memoryview(bytearray(min(self.size, WINDOW_BYTES + HASH_CHUNK_BYTES) if hashing else 0))
         self._start = 0
@@ -422,6 +471,11 @@ class StreamSource:
             pass
         if read_into(self._fd, memoryview(bytearray(1)), self.size, path=self.path):
             raise self._changed("more")
+        if self._chunk_hash is not None and self.size % CHUNK_BYTES:
+            self.chunk_digests.append(self._chunk_hash.digest())
+            self._chunk_hash = None
+        if self._blake3 is not None:
+            self.blake3 = self._blake3.hexdigest()
         return self._hash.hexdigest()
 
     @property
@@ -457,16 +511,24 @@ class StreamSource:
 
     def _hash_next(self, digest: hashlib._Hash, end: int) -> memoryview:
         """Read the next piece, up to `end` at most, and hash it while it is in the processor's cache."""
-        wanted = min(end - self._position, HASH_CHUNK_BYTES)
+        position = self._position
+        wanted = min(end - position, HASH_CHUNK_BYTES, CHUNK_BYTES - position % CHUNK_BYTES)
         if self._filled + wanted > len(self._buffer):
             self._buffer[:WINDOW_BYTES] = self._buffer[self._filled - WINDOW_BYTES : self._filled]
             self._start += self._filled - WINDOW_BYTES
             self._filled = WINDOW_BYTES
         free = self._buffer[self._filled : self._filled + wanted]
-        piece = free[: read_into(self._fd, free, self._position, path=self.path)]
+        piece = free[: read_into(self._fd, free, position, path=self.path)]
         if not piece:
             raise self._changed("fewer")
         digest.update(piece)
+        if self._chunk_hash is not None:
+            self._chunk_hash.update(piece)
+            if (position + len(piece)) % CHUNK_BYTES == 0:
+                self.chunk_digests.append(self._chunk_hash.digest())
+                self._chunk_hash = hashlib.sha256()
+        if self._blake3 is not None:
+            self._blake3.update(piece)
         self._filled += len(piece)
         self._advance(len(piece))
         return piece

@@ -280,7 +280,7 @@ def restore(  # noqa: PLR0917 - the published signature
     _require_equal_names(names, specs)
     shardings = [assembling.fit(mesh, specs[name], path=name, shape=tuple(leaf.shape)) for name, leaf in leaves]
 
-    envelope, source, _ = loading.read_manifest(manifest)
+    envelope, source = loading.read_manifest(manifest)
     entries = verify_manifest(envelope, load_trust(trust), source=source).manifest.by_path
     prefix = f"{CHECKPOINT_FOLDER}/"
     if not any(path.startswith(prefix) for path in entries):

@@ -28,6 +28,8 @@ class FileReport:
         format: Format found by content ("pickle", "json", "text", ...); "unknown" where none was.
         size: Length in bytes, or None where the file could not be opened.
         sha256: Digest of the whole file, where it was asked for and the file could be read.
+        chunks: SHA-256 of each of the file's chunks, 32 bytes each, joined; None for one chunk, or if nobody asked.
+        blake3: BLAKE3 of the whole file, where that was asked for.
         findings: Every reason to refuse.
         tensors: The table of tensors, in stored order; empty where the file was refused before it was known.
         globals: The pickle globals that the file names, as `module.name`, in order of first use.
@@ -42,6 +44,8 @@ class FileReport:
     tensors: tuple[TensorSpec, ...] = ()
     globals: tuple[str, ...] = ()
     error: type[RejectedError] | None = None
+    chunks: bytes | None = None
+    blake3: str | None = None
 
     @property
     def verdict(self) -> Verdict:

@@ -13,8 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Final
 
-from safeload.digests import sha256_hex
+from safeload.digests import new_blake3, sha256_hex
 from safeload.errors import (
     ConfigError,
     DigestMismatchError,
@@ -81,6 +83,54 @@ def scan(
         ConfigError: A path does not exist, or the policy is not valid.
         StagingError: A directory could not be opened.
     """
+    return _scan(paths, policy, progress, _DIGESTS if digests else _NO_DIGESTS)
+
+
+def scan_to_sign(
+    directory: str | Path,
+    *,
+    policy: str | Path | Policy = DEFAULT_POLICY,
+    blake3: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Do what `scan` does with digests, and take those of the chunks as well: all that a manifest says of a file.
+
+    Each byte is read once, and hashed up to three times while it is in the processor's cache: for the file, for its
+    chunk, and for the tensor that it belongs to. So it takes two to three times the processor time that verifying does.
+
+    Args:
+        directory: The checkpoint.
+        policy: What is allowed.
+        blake3: Whether to take the BLAKE3 digest of each file beside SHA-256.
+        progress: Told of the bytes that were hashed.
+
+    Raises:
+        ConfigError: The path does not exist, the policy is not valid, or there is no package for BLAKE3.
+        StagingError: A directory could not be opened.
+    """
+    if blake3:
+        new_blake3()  # before hours of work, not after
+    return _scan(directory, policy, progress, _Digests(file=True, payloads=True, chunks=True, blake3=blake3))
+
+
+@dataclass(frozen=True, slots=True)
+class _Digests:
+    """Which digests to take of a file on the way: of all of it, of its payloads, of its chunks, and BLAKE3."""
+
+    file: bool = False
+    payloads: bool = False
+    chunks: bool = False
+    blake3: bool = False
+
+
+_NO_DIGESTS: Final = _Digests()
+_DIGESTS: Final = _Digests(file=True, payloads=True)
+_FILE_DIGEST: Final = _Digests(file=True)
+
+
+def _scan(
+    paths: str | Path | Sequence[str | Path], policy: str | Path | Policy, progress: Progress | None, wanted: _Digests
+) -> Report:
     rules = load_policy(policy)
     with ExitStack() as stack:
         jobs: list[_Job] = []
@@ -91,8 +141,8 @@ def scan(
                 message = "expected files, found an empty directory"
                 findings.append(Finding("nothing-to-scan", message, file=str(path), hint="check the path"))
             jobs += found
-        files = _run(jobs, rules, progress, digests=digests, hashing=digests)
-    return Report(tuple(files), tuple(findings), _policy_facts(rules))
+        files = _run(jobs, rules, progress, wanted)
+    return Report(tuple(files), tuple(findings), policy_facts(rules))
 
 
 def verify_files(
@@ -100,18 +150,20 @@ def verify_files(
     trusted: TrustedManifest,
     *,
     policy: Policy,
-    ignore: frozenset[tuple[int, int]] = frozenset(),
+    ignore: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Report:
     """Hold a directory against a trusted manifest: the file set, each digest, and what each file holds.
 
-    Every file is read once, and the bytes that are parsed are the bytes that are hashed. Nothing is kept.
+    Every file is read once, and the bytes that are parsed are the bytes that are hashed. Nothing is kept. One thread
+    reads each file from its start to its end, as only then both can be true; it proves the digest of the whole, and
+    what a manifest says of chunks is left to `stage`, which holds all bytes before any is parsed.
 
     Args:
         directory: Where the files are. Untrusted.
         trusted: What should be there.
         policy: What is allowed, signed or not.
-        ignore: (device, inode) of files that may lie in the directory without being listed: the manifest itself.
+        ignore: Files that may lie in the directory unlisted, with exactly these bytes: the manifest itself.
         progress: Told of the bytes that were hashed.
 
     Raises:
@@ -125,8 +177,8 @@ def verify_files(
             for entry in trusted.manifest.files
             if entry.path not in absent
         ]
-        files = _run(jobs, policy, progress, digests=False, hashing=True)
-    facts = {**_policy_facts(policy), **manifest_facts(trusted)}
+        files = _run(jobs, policy, progress, _FILE_DIGEST)
+    facts = {**policy_facts(policy), **manifest_facts(trusted)}
     return Report(tuple(files), tuple(missing), facts)
 
 
@@ -149,7 +201,7 @@ def admit(staged: StagedCheckpoint, *, policy: Policy) -> AdmittedCheckpoint:
             refusals.append(parsed.refusal)
         elif kind == "pickle":
             values[path] = parsed.value
-    report = Report(tuple(reports), (), {**_policy_facts(policy), **manifest_facts(staged.trusted)})
+    report = Report(tuple(reports), (), {**policy_facts(policy), **manifest_facts(staged.trusted)})
     if refusals:
         raise type(refusals[0])(*report.all_findings)
     return AdmittedCheckpoint(staged, values, report)
@@ -170,7 +222,8 @@ def manifest_facts(trusted: TrustedManifest) -> dict[str, object]:
     }
 
 
-def _policy_facts(policy: Policy) -> dict[str, object]:
+def policy_facts(policy: Policy) -> dict[str, object]:
+    """Return what a report says of the policy: its name, where it was read from, and its digest."""
     return {"policy": {"name": policy.name, "source": policy.source, "sha256": policy.sha256}}
 
 
@@ -325,39 +378,48 @@ def _walk_argument(path: str, stack: ExitStack) -> Iterator[_Job]:
     yield _Job(path, os.path.basename(target), status.st_size, root)
 
 
-def _run(
-    jobs: Sequence[_Job], policy: Policy, progress: Progress | None, *, digests: bool, hashing: bool
-) -> list[FileReport]:
+def _run(jobs: Sequence[_Job], policy: Policy, progress: Progress | None, wanted: _Digests) -> list[FileReport]:
     # Hashing leaves the interpreter's lock, so threads help there; parsing does not.
     return run(
         jobs,
-        lambda job, meter: _scan_job(job, policy, meter, digests=digests, hashing=hashing),
+        lambda job, meter: _scan_job(job, policy, meter, wanted),
         size=lambda job: job.size,
-        threads=n_processors() if hashing else 0,
+        threads=n_processors() if wanted.file else 0,
         phase="scanning",
         progress=progress,
     )
 
 
-def _scan_job(job: _Job, policy: Policy, meter: Meter, *, digests: bool, hashing: bool) -> FileReport:
+def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests) -> FileReport:
     """Open, parse and, where a manifest or the caller asks for it, hash one file."""
     if job.finding is not None:
         return _unread(job, FileSetError(job.finding))
     try:
         fd = job.root.open(job.path)
-        with StreamSource(fd, job.shown, hashing=hashing, payload_digests=digests, advance=meter.advance) as stream:
+        with StreamSource(
+            fd,
+            job.shown,
+            hashing=wanted.file,
+            payload_digests=wanted.payloads,
+            chunk_digests=wanted.chunks,
+            blake3=wanted.blake3,
+            advance=meter.advance,
+        ) as stream:
             kind, parsed = _parse(stream, job.shown, policy)
-            sha256 = stream.finish() if hashing else None
-            if digests and parsed.refusal is None:
+            sha256 = stream.finish() if wanted.file else None
+            if wanted.payloads and parsed.refusal is None:
                 parsed = replace(parsed, tensors=tuple(_with_digest(spec, stream) for spec in parsed.tensors))
-        if not hashing:
+        if not wanted.file:
             meter.advance(job.size)
     except (FileSetError, StagingError) as err:
         # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
         return _unread(job, err if isinstance(err, FileSetError) else FileSetError(Finding("unreadable", err.message)))
     if job.entry is not None:
         parsed = _check_digest(job.entry, sha256, stream.size, _check_against(job.entry, kind, parsed))
-    return _file_report(job.shown, kind, stream.size, parsed, sha256)
+    report = _file_report(job.shown, kind, stream.size, parsed, sha256)
+    if not (stream.chunk_digests or stream.blake3):
+        return report
+    return replace(report, chunks=b"".join(stream.chunk_digests) or None, blake3=stream.blake3)
 
 
 def _unread(job: _Job, refusal: FileSetError) -> FileReport:

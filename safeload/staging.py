@@ -2,6 +2,11 @@
 
 What is handed out can not be reached by another process, nor changed by this one: private anonymous memory, made
 read-only after the last digest in it matched. The files on disk do not matter from then on.
+
+Where the manifest has digests of a file's chunks, several threads read and check one file at a time, so that a large
+one leaves no processor idle. Then the digest of the whole is not computed: the signed chunks cover each byte, in their
+order, and the signed size says how many there are, so that a file whose chunks all match has exactly the bytes that
+were hashed when it was signed. `safeload sign` takes both digests in one pass over the same bytes.
 """
 
 from __future__ import annotations
@@ -11,15 +16,19 @@ import ctypes
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from safeload.digests import HASH_CHUNK_BYTES
-from safeload.errors import ConfigError, DigestMismatchError, FileSetError, Finding, StagingError
-from safeload.files import Root, read_into
-from safeload.manifest import FileEntry, Manifest, TrustedManifest
+from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES
+from safeload.errors import ConfigError, DigestMismatchError, FileSetError, Finding, StagingError, escape
+from safeload.files import Root, WalkedFile, read_into
+from safeload.manifest import FileEntry, Manifest, TrustedManifest, fold_path
 from safeload.parallel import Meter, n_processors, run
 from safeload.report import Progress
 
@@ -31,6 +40,12 @@ SMALL_FILE_BYTES = 1024 * 1024
 
 SLAB_BYTES = 32 * 1024 * 1024
 """Fill of such a shared arena. One thread fills it: threads that take turns at small files only wait for each other."""
+
+RUN_CHUNKS = 4
+"""Chunks that one thread takes of a file at a time: 64 MiB are hashed in 40 ms, so that threads end close together."""
+
+_SHARD_NAME = re.compile(r"tensor([0-9]{5,})_([0-9]{3,})")
+"""How Grok-1's checkpoints name shards: index of the tensor, and of the process that wrote the shard."""
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -109,13 +124,98 @@ class _Arena:
             self._mapping.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one thread does without a break: how many bytes it reads, and how; that returns what is wrong with them."""
+
+    nbytes: int
+    do: Callable[[Meter], list[Finding]]
+
+
+class _Split:
+    """One file that several threads read, alone in its arena: opened once, frozen when the last of its runs is done."""
+
+    def __init__(self, root: Root, arena: _Arena) -> None:
+        ((self._entry, self._start),) = arena.plan.slots
+        self._root = root
+        self._arena = arena
+        self._signed = self._entry.chunk_digests
+        self._runs = range(0, len(self._signed), RUN_CHUNKS)
+        self._left = len(self._runs)
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._refusal: FileSetError | None = None
+        self._differ: dict[int, str] = {}
+
+    def work(self) -> Iterator[_Work]:
+        """Yield the runs."""
+        for first in self._runs:
+            end = min(first + RUN_CHUNKS, len(self._signed))
+            nbytes = min(end * CHUNK_BYTES, self._entry.size) - first * CHUNK_BYTES
+            yield _Work(nbytes, partial(self._run, range(first, end)))
+
+    def close(self) -> None:
+        """Close the file, if it is open. No thread may be at work on it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _run(self, chunks: range, meter: Meter) -> list[Finding]:
+        differ: dict[int, str] = {}
+        refusal: FileSetError | None = None
+        try:
+            differ = self._compare(self._open(), chunks, meter)
+        except FileSetError as err:
+            refusal = err
+        with self._lock:
+            self._differ |= differ
+            self._refusal = self._refusal or refusal
+            self._left -= 1
+            if self._left:
+                return []
+        self.close()
+        if self._refusal is None and not self._differ:
+            self._arena.freeze()
+            return []
+        return list(self._refusal.findings) if self._refusal is not None else [self._mismatch()]
+
+    def _open(self) -> int:
+        with self._lock:
+            if self._refusal is not None:
+                raise self._refusal
+            if self._fd < 0:
+                self._fd = self._root.open(self._entry.path)
+            return self._fd
+
+    def _compare(self, fd: int, chunks: range, meter: Meter) -> dict[int, str]:
+        """Read some chunks, and return the digests of those that are not as signed, by their index."""
+        entry = self._entry
+        differ: dict[int, str] = {}
+        with self._arena.writable(self._start, entry.size) as target:
+            for index in chunks:
+                end = min((index + 1) * CHUNK_BYTES, entry.size)
+                digest = _read(fd, entry, target, range(index * CHUNK_BYTES, end), meter)
+                if digest != self._signed[index]:
+                    differ[index] = digest.hex()
+        if chunks.stop == len(self._signed):
+            _require_end(fd, entry)
+        return differ
+
+    def _mismatch(self) -> Finding:
+        first = min(self._differ)
+        start, end = first * CHUNK_BYTES, min((first + 1) * CHUNK_BYTES, self._entry.size)
+        message = f"expected sha256:{self._signed[first].hex()} of bytes {start} to {end}, "
+        message += f"found sha256:{self._differ[first]}; {len(self._differ)} of {len(self._signed)} chunks differ"
+        return _digest_mismatch(self._entry, message, start)
+
+
 def _fill(root: Root, arena: _Arena, meter: Meter) -> list[Finding]:
     """Read, hash and compare the files of one arena, and freeze it if all of them are the signed ones."""
     found: list[Finding] = []
     for entry, start in arena.plan.slots:
         try:
             with arena.writable(start, entry.size) as target:
-                finding = _read(root, entry, target, meter)
+                finding = _compare_whole(root, entry, target, meter)
         except FileSetError as err:
             found.extend(err.findings)
         else:
@@ -125,29 +225,42 @@ def _fill(root: Root, arena: _Arena, meter: Meter) -> list[Finding]:
     return found
 
 
-def _read(root: Root, entry: FileEntry, target: memoryview, meter: Meter) -> Finding | None:
+def _compare_whole(root: Root, entry: FileEntry, target: memoryview, meter: Meter) -> Finding | None:
     fd = root.open(entry.path)
     try:
-        digest = hashlib.sha256()
-        position = 0
-        while position < entry.size:
-            with target[position : position + HASH_CHUNK_BYTES] as room:
-                got = read_into(fd, room, position, path=entry.path)
-                if not got:
-                    return _size_mismatch(entry, f"{position} bytes")
-                with room[:got] as fresh:
-                    digest.update(fresh)
-            position += got
-            meter.advance(got)
-        if read_into(fd, memoryview(bytearray(1)), entry.size, path=entry.path):
-            return _size_mismatch(entry, "more")
+        found = _read(fd, entry, target, range(entry.size), meter).hex()
+        _require_end(fd, entry)
     finally:
         os.close(fd)
-    if digest.hexdigest() != entry.sha256:
-        message = f"expected sha256:{entry.sha256}, found sha256:{digest.hexdigest()}"
-        hint = "the file is not the one that was signed; fetch it again"
-        return Finding("digest-mismatch", message, file=entry.path, hint=hint)
+    if found != entry.sha256:
+        return _digest_mismatch(entry, f"expected sha256:{entry.sha256}, found sha256:{found}")
     return None
+
+
+def _read(fd: int, entry: FileEntry, target: memoryview, where: range, meter: Meter) -> bytes:
+    """Read some bytes of a file to where they belong in `target`, and return the SHA-256 of what stands there then."""
+    digest = hashlib.sha256()
+    position = where.start
+    while position < where.stop:
+        with target[position : min(position + HASH_CHUNK_BYTES, where.stop)] as room:
+            got = read_into(fd, room, position, path=entry.path)
+            if not got:
+                raise FileSetError(_size_mismatch(entry, f"{position} bytes"))
+            with room[:got] as fresh:
+                digest.update(fresh)
+        position += got
+        meter.advance(got)
+    return digest.digest()
+
+
+def _require_end(fd: int, entry: FileEntry) -> None:
+    if read_into(fd, memoryview(bytearray(1)), entry.size, path=entry.path):
+        raise FileSetError(_size_mismatch(entry, "more"))
+
+
+def _digest_mismatch(entry: FileEntry, message: str, offset: int | None = None) -> Finding:
+    hint = "the file is not the one that was signed; fetch it again"
+    return Finding("digest-mismatch", message, file=entry.path, offset=offset, hint=hint)
 
 
 def stage(
@@ -157,7 +270,7 @@ def stage(
     memory_budget: int | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
-    ignore: frozenset[tuple[int, int]] = frozenset(),
+    ignore: Mapping[str, bytes] = MappingProxyType({}),
 ) -> StagedCheckpoint:
     """Prove that `directory` holds exactly the signed files, by reading each once into private read-only memory.
 
@@ -170,7 +283,7 @@ def stage(
         memory_budget: Most bytes of memory to take; None for what the machine and the cgroup have available.
         progress: Told of the phase "staging" from the calling thread.
         threads: How many to read with; None for as many as this process may use processors.
-        ignore: (device, inode) of files that may lie in the directory unlisted: the manifest itself.
+        ignore: Files that may lie in the directory unlisted, with exactly these bytes: the manifest itself.
 
     Raises:
         FileSetError: files are missing, unlisted, no regular files, or of another length; every one is a finding.
@@ -201,37 +314,111 @@ def stage(
 
 
 def check_file_set(
-    root: Root, manifest: Manifest, *, ignore: frozenset[tuple[int, int]] = frozenset()
+    root: Root, manifest: Manifest, *, ignore: Mapping[str, bytes] = MappingProxyType({})
 ) -> list[Finding]:
-    """Compare what lies below `root` with what the manifest lists, by path and length; empty where they agree.
+    """Compare what lies below `root` with what the manifest lists, by path, kind and length; empty where they agree.
+
+    All that is wrong is found in one run, in hidden directories too, and nothing is opened but directories.
 
     Args:
         root: The open directory.
         manifest: What shall be in it.
-        ignore: (device, inode) of regular files that may be there without being listed.
+        ignore: Files that may be there without being listed, with exactly these bytes.
 
     Returns:
-        The findings sorted by path: those of the walk, and codes "missing-file", "unlisted-file", "size-mismatch".
+        The findings sorted by path: those of the walk, and codes "missing-file", "unlisted-file", "empty-file",
+        "size-mismatch", "hard-link", and "not-a-regular-file" for a directory where a file is listed.
     """
     listed = manifest.by_path
     present: set[str] = set()
+    unlisted: list[WalkedFile] = []
     findings: list[Finding] = []
     for walked in root.walk():
         present.add(walked.path)
         entry = listed.get(walked.path)
         if walked.finding is not None:
             findings.append(walked.finding)
-        elif entry is None:
-            if (walked.device, walked.inode) not in ignore:
-                message = "expected only files that the manifest lists, found another"
-                hint = "move it out of the directory"
-                findings.append(Finding("unlisted-file", message, file=walked.path, hint=hint))
-        elif entry.size != walked.size:
-            findings.append(_size_mismatch(entry, f"{walked.size} bytes"))
-    for path in listed.keys() - present:
-        message = "expected this file, which the manifest lists, found none"
-        findings.append(Finding("missing-file", message, file=path, hint="fetch it from its publisher"))
+        elif entry is not None:
+            findings.extend(_differences(entry, walked))
+        elif walked.path not in ignore or not root.holds(walked.path, ignore[walked.path]):
+            unlisted.append(walked)
+    missing = [entry for path, entry in listed.items() if path not in present]
+    # Nobody knows what is below a directory that could not be entered.
+    closed = {finding.file for finding in findings if finding.code in {"unreadable", "too-deep", "too-many-files"}}
+    shards = _count_shards(manifest) if missing else {}
+    renamed = _renamed(missing, unlisted)
+    findings += [_missing(root, entry, closed, shards, renamed.get(entry.path)) for entry in missing]
+    now_called = {new: old for old, new in renamed.items()}
+    for walked in unlisted:
+        message = "expected only files that the manifest lists, found another"
+        old = now_called.get(walked.path)
+        hint = "move it out of the directory" if old is None else f"if it is {escape(old)} renamed, give it that name"
+        findings.append(Finding("unlisted-file", message, file=walked.path, hint=hint))
     return sorted(findings, key=lambda finding: finding.file or "")
+
+
+def _differences(entry: FileEntry, walked: WalkedFile) -> Iterator[Finding]:
+    if walked.n_links > 1:
+        message = f"expected a file with one name, found {walked.n_links} hard links to it"
+        hint = "put a copy in its place: whoever has the other name can change what is read under this one"
+        yield Finding("hard-link", message, file=entry.path, hint=hint)
+    if entry.size and not walked.size:
+        message = f"expected the signed {entry.size} bytes, found an empty file"
+        yield Finding("empty-file", message, file=entry.path, hint="fetch the file again from its publisher")
+    elif entry.size != walked.size:
+        yield _size_mismatch(entry, f"{walked.size} bytes")
+
+
+def _missing(
+    root: Root, entry: FileEntry, closed: set[str | None], shards: Mapping[str, int], renamed: str | None
+) -> Finding:
+    path = entry.path
+    if root.holds_directory(path):
+        return Finding("not-a-regular-file", "expected a regular file, found a directory", file=path, hint="remove it")
+    parents = {str(parent) for parent in PurePosixPath(path).parents}
+    if parents & closed:
+        message, hint = "expected this file, found no way to its directory", "make all directories readable"
+        return Finding("missing-file", message, file=path, hint=hint)
+    hint = "fetch it from its publisher"
+    if renamed is not None:
+        hint = f"if {escape(renamed)} is this file renamed, give it its name back; else {hint}"
+    message = f"expected this file, which the manifest lists{_shard(path, shards)}, found none"
+    return Finding("missing-file", message, file=path, hint=hint)
+
+
+def _shard(path: str, shards: Mapping[str, int]) -> str:
+    """Say which part of which tensor a shard is, by its name; nothing for other names."""
+    named = _SHARD_NAME.fullmatch(PurePosixPath(path).name)
+    if named is None:
+        return ""
+    total = shards[path.rpartition("_")[0]]
+    return f" as tensor {int(named[1])}, shard {int(named[2])} of {total} (counted from 0)"
+
+
+def _count_shards(manifest: Manifest) -> Mapping[str, int]:
+    """Return how many shards each tensor has, by what their paths have in common."""
+    shards = (path for path in manifest.by_path if _SHARD_NAME.fullmatch(PurePosixPath(path).name))
+    return Counter(path.rpartition("_")[0] for path in shards)
+
+
+def _renamed(missing: Iterable[FileEntry], unlisted: Iterable[WalkedFile]) -> dict[str, str]:
+    """Guess which unlisted file is which missing one: spelled alike, or alone with its length on both sides.
+
+    A guess is good enough for a hint; whether the bytes are the same would take reading them.
+    """
+    spelled = {fold_path(walked.path): walked.path for walked in unlisted}
+    as_long: dict[int, list[str]] = {}
+    for walked in unlisted:
+        as_long.setdefault(walked.size, []).append(walked.path)
+    lengths = Counter(entry.size for entry in missing)
+    found: dict[str, str] = {}
+    for entry in missing:
+        alike = as_long.get(entry.size, []) if entry.size else []
+        if (other := spelled.get(fold_path(entry.path))) is not None:
+            found[entry.path] = other
+        elif len(alike) == 1 and lengths[entry.size] == 1:
+            found[entry.path] = alike[0]
+    return found
 
 
 def available_memory() -> int:
@@ -334,14 +521,27 @@ def _allocate(plans: Iterable[_Plan], arenas: list[_Arena]) -> None:
 
 def _fill_all(root: Root, arenas: Sequence[_Arena], threads: int, progress: Progress | None) -> None:
     """Fill and freeze the arenas; raise what was found once every file was looked at."""
-    results = run(
-        arenas,
-        lambda arena, meter: _fill(root, arena, meter),
-        size=lambda arena: sum(entry.size for entry, _ in arena.plan.slots),
-        threads=threads,
-        phase="staging",
-        progress=progress,
-    )
+    splits: list[_Split] = []
+    items: list[_Work] = []
+    for arena in arenas:
+        if arena.plan.slots[0][0].chunks is not None:
+            splits.append(_Split(root, arena))
+            items.extend(splits[-1].work())
+        else:
+            nbytes = sum(entry.size for entry, _ in arena.plan.slots)
+            items.append(_Work(nbytes, partial(_fill, root, arena)))
+    try:
+        results = run(
+            items,
+            lambda item, meter: item.do(meter),
+            size=lambda item: item.nbytes,
+            threads=threads,
+            phase="staging",
+            progress=progress,
+        )
+    finally:
+        for split in splits:
+            split.close()
     findings = sorted((f for result in results for f in result), key=lambda finding: finding.file or "")
     if any(finding.code != "digest-mismatch" for finding in findings):
         raise FileSetError(*findings)

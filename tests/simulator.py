@@ -12,7 +12,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from safeload import loading
+from safeload import loading, publishing
 from safeload.digests import sha256_hex
 from safeload.formats.pickles.writing import pickle_shard
 from safeload.manifest import PAYLOAD_TYPE, TrustedManifest
@@ -99,7 +99,7 @@ class CheckpointSimulator:
     def sign(self, **options: Any) -> bytes:
         """Sign the directory as it is, and keep the manifest."""
         options = {"keys": [self.key], "model": MODEL, "revision": "r1", "policy": self.policy, **options}
-        envelope = loading.sign(self.directory, **options)
+        envelope = publishing.sign(self.directory, **options)
         self.manifest.write_bytes(envelope)
         return envelope
 

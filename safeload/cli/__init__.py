@@ -18,7 +18,7 @@ import typer
 import typer.main
 
 from safeload import __version__
-from safeload.cli import checkpoints, demo, explanations, keys, options, policies
+from safeload.cli import checkpoints, demo, explanations, keys, options, policies, signatures, trust
 from safeload.cli.output import Output, flush
 from safeload.errors import OperationalError, RejectedError, escape
 
@@ -41,12 +41,14 @@ app = typer.Typer(
 )
 app.command(cls=options.Command)(keys.keygen)
 app.command(cls=options.Command)(checkpoints.sign)
+app.command("attach-signature", cls=options.Command)(signatures.attach_signature)
 app.command(cls=options.Command, epilog=_VERIFY_EPILOG)(checkpoints.verify)
 app.command(cls=options.Command)(checkpoints.scan)
 app.command(cls=options.Command)(checkpoints.inspect)
 app.command(cls=options.Command)(explanations.explain)
 app.command(cls=options.Command)(checkpoints.load)
 app.add_typer(policies.app, name="policy")
+app.add_typer(trust.app, name="trust")
 app.command(cls=options.Command)(demo.demo)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from safeload.cli import options
+from safeload.cli import options, signatures
 from safeload.cli.keys import claimed, read_secret_keys, require_absent
 from safeload.cli.output import Output
 from safeload.errors import ConfigError, RejectedError, escape
@@ -27,17 +27,19 @@ _MIN_RATED_BYTES = 100_000_000
 
 _NAME_EXAMPLES = {"--model": "--model xai-org/grok-1", "--revision": "--revision 2024-03-17"}
 
+_MAY_BE_OLD = "an older manifest would be accepted too: --history FILE or --pin sha256:HEX rules that out"
+
 _NOT_VERIFIED = "scanned, not verified (no manifest): nothing is said about who made these files"
 
 
 def sign(
     directory: options.Directory,
-    key: Annotated[
-        list[Path], typer.Option("--key", metavar="KEY", help="a secret key; repeatable", show_default=False)
-    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="MANIFEST", help="the manifest to write", show_default=False)
     ],
+    key: Annotated[
+        list[Path] | None, typer.Option("--key", metavar="KEY", help="a secret key; repeatable", show_default=False)
+    ] = None,
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="the model's name (default: the folder's name)")
     ] = None,
@@ -50,6 +52,12 @@ def sign(
     layout: Annotated[
         Literal["grok-1"] | None, typer.Option("--layout", help="bind each file to the parameter that it holds")
     ] = None,
+    epoch: signatures.Epoch = 1,
+    expires: signatures.Expires = None,
+    kind: signatures.Kind = "inference",
+    require: signatures.Require = None,
+    blake3: signatures.Blake3 = False,
+    payload_only: signatures.PayloadOnly = False,
     policy: options.Policy = options.DEFAULT_POLICY_NAME,
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
@@ -60,26 +68,40 @@ def sign(
     require_absent(output)
     model = _label("--model", directory.resolve().name if model is None else model)
     revision = _label("--revision", revision)
-    keys = read_secret_keys(key, passphrase_file)
+    if payload_only == bool(key):
+        raise ConfigError("expected either --key KEY or --payload-only", hint="say who signs: a key here, or elsewhere")
+    keys = read_secret_keys(key or [], passphrase_file)
+    expiry = signatures.parse_expiry(expires)
 
-    from safeload import loading
+    from safeload import publishing
     from safeload.files import publish
 
     parameters = _grok1_parameters(directory) if layout == "grok-1" else None
     try:
         with out.progress() as progress:
-            envelope, report = loading.sign_and_report(
-                directory,
-                keys=keys,
-                model=model,
-                revision=revision,
-                version=version,
-                policy=policy,
-                parameters=parameters,
-                progress=progress,
-            )
+            stated: dict[str, Any] = {
+                "model": model,
+                "revision": revision,
+                "version": version,
+                "epoch": epoch,
+                "expires": expiry,
+                "kind": kind,
+                "require": require or [],
+                "policy": policy,
+                "parameters": parameters,
+                "blake3": blake3,
+                "progress": progress,
+            }
+            if payload_only:
+                unsigned, report = publishing.describe(directory, **stated)
+                envelope = b""
+            else:
+                unsigned = None
+                envelope, report = publishing.sign_and_report(directory, keys=keys, **stated)
     except RejectedError as err:
         return out.report(Report((), err.findings), note="nothing was signed")
+    if unsigned is not None:
+        return signatures.write_payload(out, output, unsigned, report)
     with claimed(output):
         publish(output, envelope)
     if output.parent.resolve().is_relative_to(directory.resolve()):
@@ -120,6 +142,12 @@ def verify(
     manifest: options.Manifest,
     trust: options.Trust,
     policy: options.Policy = options.DEFAULT_POLICY_NAME,
+    pin: options.Pin = None,
+    model: options.ExpectedModel = None,
+    revision: options.ExpectedRevision = None,
+    history: options.History = None,
+    purpose: options.Purpose = None,
+    trust_pin: options.TrustPin = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -129,8 +157,34 @@ def verify(
     from safeload import loading
 
     with out.progress() as progress:
-        report = loading.check(directory, manifest=manifest, trust=trust, policy=policy, progress=progress)
-    return out.report(report)
+        report = loading.check(
+            directory,
+            manifest=manifest,
+            trust=trust,
+            policy=policy,
+            pin=pin,
+            model=model,
+            revision=revision,
+            history=history,
+            purpose=purpose,
+            trust_pin=trust_pin,
+            progress=progress,
+        )
+    return out.report(report, note=_freshness(report.facts["expected"]) if report.is_accepted else None)
+
+
+def _freshness(expected: Mapping[str, Any]) -> str | None:
+    """Return what the verdict does not say of whether a manifest is the newest, None where it says that."""
+    memory = expected["history"]
+    if memory is not None and memory["clock_moved_back_seconds"]:
+        return (
+            f"the clock is {memory['clock_moved_back_seconds']} seconds behind what {shown(memory['path'])} remembers"
+        )
+    if expected["pin"] is not None or (memory is not None and not memory["first_use"]):
+        return None
+    if memory is not None:
+        return f"first use of {shown(memory['path'])}: from now on it refuses older manifests"
+    return _MAY_BE_OLD
 
 
 def scan(
@@ -184,6 +238,12 @@ def load(
     memory_budget: Annotated[
         str | None, typer.Option("--memory-budget", metavar="SIZE", help="most memory to stage in, such as 8GiB")
     ] = None,
+    pin: options.Pin = None,
+    model: options.ExpectedModel = None,
+    revision: options.ExpectedRevision = None,
+    history: options.History = None,
+    purpose: options.Purpose = None,
+    trust_pin: options.TrustPin = None,
     jax: Annotated[bool, typer.Option("--jax", help="assemble the tensors on JAX's devices")] = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
@@ -207,6 +267,12 @@ def load(
             # Where on a mesh a tensor belongs is the model's knowledge; the command puts it on JAX's default device.
             shardings=(lambda _path, _shape: None) if jax else None,
             memory_budget=budget,
+            pin=pin,
+            model=model,
+            revision=revision,
+            history=history,
+            purpose=purpose,
+            trust_pin=trust_pin,
             progress=progress,
         )
     seconds = time.perf_counter() - started
@@ -231,6 +297,8 @@ def load(
         )
         out.table(["file", "tensor", "dtype", "shape", ">bytes", *(["devices"] if jax else [])], rows)
         out.line()
+    if pin is None and history is None:
+        out.line(_MAY_BE_OLD)
     rate = f" ({n_bytes / seconds / 1e9:.2f} GB/s)" if n_bytes >= _MIN_RATED_BYTES else ""
     out.line(
         f"{text.count(len(files), 'file')}, {text.count(n_tensors, 'tensor')}, {human_size(n_bytes)} verified and "

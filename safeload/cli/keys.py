@@ -38,7 +38,10 @@ _KEY_MODE = 0o600
 
 def keygen(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="KEY", help="the secret key", show_default=False)],
-    kind: Annotated[Literal["ed25519", "ecdsa-p256"], typer.Option("--kind", help="the signature scheme")] = "ed25519",
+    kind: Annotated[
+        Literal["ed25519", "ecdsa-p256", "ecdsa-p384", "ecdsa-p521"],
+        typer.Option("--kind", help="the signature scheme"),
+    ] = "ed25519",
     passphrase_file: options.PassphraseFile = None,
     no_passphrase: Annotated[bool, typer.Option("--no-passphrase", help="store the secret key unencrypted")] = False,
     json: options.Json = False,

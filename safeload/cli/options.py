@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -56,6 +56,35 @@ Manifest = Annotated[
 Trust = Annotated[
     list[Path],
     typer.Option("--trust", metavar="TRUST", help="a public key or a trust store; repeatable", show_default=False),
+]
+Pin = Annotated[
+    str | None,
+    typer.Option(
+        "--pin", metavar="sha256:HEX", help="accept this one manifest only, by its digest; the strongest check"
+    ),
+]
+TrustPin = Annotated[
+    str | None,
+    typer.Option("--trust-pin", metavar="sha256:HEX", help="accept this one trust store only, by its digest"),
+]
+ExpectedModel = Annotated[
+    str | None, typer.Option("--model", metavar="NAME", help="the model that the manifest has to be of")
+]
+ExpectedRevision = Annotated[
+    str | None, typer.Option("--revision", metavar="REV", help="the revision that the manifest has to be of")
+]
+History = Annotated[
+    Path | None,
+    typer.Option(
+        "--history",
+        metavar="FILE",
+        help="remember here what was accepted, and refuse older manifests; made where there is none",
+        show_default=False,
+    ),
+]
+Purpose = Annotated[
+    Literal["inference", "training"] | None,
+    typer.Option("--for", help="refuse a checkpoint that lacks what this needs"),
 ]
 PassphraseFile = Annotated[
     Path | None,

@@ -16,11 +16,16 @@ MAX_ENVELOPE_BYTES = 64 * 1024 * 1024
 MAX_SIGNATURES = 256
 """Most signatures in one envelope: each may have to be tried against every trusted key."""
 
+MAX_HASHED_BYTES = 2 * 1024**3
+"""Most bytes to hash so as to try each signature once: length of the payload times signatures, 32 on the longest one.
+Ed25519 hashes the message anew for each signature (RFC 8032, 5.1.7); anybody can add more, and 2 GiB take seconds."""
+
 _MAX_DEPTH = 16
 """Envelope, list, signature make three; the rest is room for fields of others, which are ignored."""
 
-_MAX_VALUES = 16 * MAX_SIGNATURES
-"""An envelope has few values whatever its length; this is checked while nothing in it is authentic yet."""
+_MAX_VALUES = 65_536
+"""An envelope has few values whatever its length; this is checked while nothing in it is authentic yet. It leaves room
+for telling somebody with 10,000 signatures that they are too many."""
 
 _URL_SAFE = str.maketrans("-_", "+/")
 
@@ -57,7 +62,8 @@ class Envelope:
         """Return the envelope in `data`; fields that DSSE does not define are ignored, as it asks.
 
         Raises:
-            ManifestError: It is too long, no strict JSON, no envelope, or has more than `MAX_SIGNATURES`.
+            ManifestError: It is too long, no strict JSON, no envelope, has more than `MAX_SIGNATURES`, or more than its
+                payload's length allows (`MAX_HASHED_BYTES`).
             SignatureError: Its list of signatures is empty.
         """
         try:
@@ -79,10 +85,24 @@ class Envelope:
             )
         if len(signatures) > MAX_SIGNATURES:
             raise ManifestError(
-                Finding("too-many-signatures", f"expected up to {MAX_SIGNATURES} signatures, found {len(signatures)}")
+                Finding(
+                    "too-many-signatures",
+                    f"expected up to {MAX_SIGNATURES} signatures, found {len(signatures)}",
+                    hint="take out the signatures of keys that you do not trust: they prove nothing",
+                )
+            )
+        payload = _base64_field(value, "payload")
+        if len(signatures) * len(payload) > MAX_HASHED_BYTES:
+            raise ManifestError(
+                Finding(
+                    "too-much-to-hash",
+                    f"expected up to {MAX_HASHED_BYTES // len(payload)} signatures on {len(payload):,} bytes, "
+                    f"found {len(signatures)}",
+                    hint="take out the signatures of keys that you do not trust: they prove nothing",
+                )
             )
         return cls(
-            payload=_base64_field(value, "payload"),
+            payload=payload,
             payload_type=_text_field(value, "payloadType"),
             signatures=tuple(_signature(entry) for entry in signatures),
         )
@@ -118,10 +138,13 @@ def decode_base64(text: str) -> bytes:
     """
     if ("-" in text or "_" in text) and ("+" in text or "/" in text):
         raise ValueError("expected one alphabet of base64, found a mixture")
-    standard = text.translate(_URL_SAFE).encode("ascii")
+    standard = text.translate(_URL_SAFE) if "-" in text or "_" in text else text
     decoded = binascii.a2b_base64(standard)
-    # Encoding it again is the whole check; no decoder's notion of "strict" needs to be relied on.
-    if binascii.b2a_base64(decoded, newline=False) != standard:
+    # That many bytes take so many characters, and none is left over if one was skipped; the last four are compared.
+    # No decoder's notion of "strict" needs to be relied on, and what is 60 MB long is not encoded again.
+    tail = len(decoded) - (len(decoded) - 1) // 3 * 3 if decoded else 0
+    last = binascii.b2a_base64(decoded[len(decoded) - tail :], newline=False).decode("ascii")
+    if len(standard) != -(-len(decoded) // 3) * 4 or not standard.endswith(last):
         raise ValueError("expected base64 with its padding and nothing else")
     return decoded
 

@@ -1,4 +1,4 @@
-"""Ed25519 and ECDSA P-256 keys, and nothing else. `cryptography` is imported when a key is first used."""
+"""Ed25519 keys, ECDSA keys on three NIST curves, and nothing else. A key's first use imports `cryptography`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,29 @@ from safeload.digests import sha256_hex
 from safeload.errors import ConfigError, Finding, SignatureError, escape
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+    from cryptography.hazmat.primitives.asymmetric.ec import (
+        ECDSA,
+        EllipticCurve,
+        EllipticCurvePrivateKey,
+        EllipticCurvePublicKey,
+    )
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
     _Public: TypeAlias = Ed25519PublicKey | EllipticCurvePublicKey
     _Secret: TypeAlias = Ed25519PrivateKey | EllipticCurvePrivateKey
 
-KeyKind: TypeAlias = Literal["ed25519", "ecdsa-p256"]
-"""The kinds of key: RFC 8032 (pure Ed25519), and FIPS 186-5 ECDSA over P-256 with SHA-256."""
+KeyKind: TypeAlias = Literal["ed25519", "ecdsa-p256", "ecdsa-p384", "ecdsa-p521"]
+"""The kinds of key: RFC 8032 (pure Ed25519), and FIPS 186-5 ECDSA with the hash that fits the curve: SHA-256 with
+P-256, SHA-384 with P-384, SHA-512 with P-521. The key decides the hash; nothing in an envelope is asked."""
+
+_KIND_BY_CURVE: Final[dict[str, KeyKind]] = {
+    "secp256r1": "ecdsa-p256",
+    "secp384r1": "ecdsa-p384",
+    "secp521r1": "ecdsa-p521",
+}
+"""By the names of SEC 2."""
+
+_KINDS_SHOWN: Final = "Ed25519 or ECDSA P-256, P-384 or P-521"
 
 PUBLIC_PEM_MARK: Final = b"-----BEGIN PUBLIC KEY-----"
 """First line of a public key's PEM file (RFC 7468, 13)."""
@@ -42,7 +57,7 @@ class PublicKey:
     Two keys are equal if their DER is, whatever they are called, so that no key counts twice.
 
     Attributes:
-        der: SubjectPublicKeyInfo (RFC 5280, 4.1.2.7), uncompressed where it is a point of P-256.
+        der: SubjectPublicKeyInfo (RFC 5280, 4.1.2.7), uncompressed where it is a point of a NIST curve.
         name: What people call the key; not part of its identity.
         kind: Found from the DER.
 
@@ -75,11 +90,11 @@ class PublicKey:
         """
         if _ANY_SECRET in pem:
             raise ConfigError(
-                f"expected a public key{_named(name)}, found a private key",
+                "expected a public key, found a private key",
                 hint="trust the .pub file that `safeload keygen` wrote beside it, and keep this one to its signer",
             )
         if pem.count(b"-----BEGIN ") != 1 or PUBLIC_PEM_MARK not in pem:
-            raise ConfigError(f"expected one PEM block PUBLIC KEY{_named(name)}", hint=_MAKE_A_KEY)
+            raise ConfigError("expected one PEM block PUBLIC KEY", hint=_MAKE_A_KEY)
         return cls(_der(_load_public(pem, pem=True)), name=name)
 
     @property
@@ -100,13 +115,12 @@ class PublicKey:
             SignatureError: The signature does not fit, or is none at all.
         """
         from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
-        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
         key = _load_public(self.der, pem=False)
         try:
             if isinstance(key, EllipticCurvePublicKey):
-                key.verify(signature, message, ECDSA(SHA256()))
+                key.verify(signature, message, _ecdsa(key.curve))
             else:
                 key.verify(signature, message)
         except InvalidSignature as err:
@@ -131,9 +145,12 @@ class SecretKey:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+        curves: dict[str, ec.EllipticCurve] = {
+            _KIND_BY_CURVE[curve.name]: curve for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1())
+        }
         if kind not in get_args(KeyKind):
             raise ConfigError(f"expected a kind of key out of {', '.join(get_args(KeyKind))}, found {escape(kind)}")
-        return cls(Ed25519PrivateKey.generate() if kind == "ed25519" else ec.generate_private_key(ec.SECP256R1()))
+        return cls(Ed25519PrivateKey.generate() if kind == "ed25519" else ec.generate_private_key(curves[kind]))
 
     @classmethod
     def from_pem(cls, pem: bytes, passphrase: bytes | None) -> SecretKey:
@@ -167,10 +184,10 @@ class SecretKey:
             reason = "the passphrase is wrong, or the file is damaged" if encrypted else "the file is damaged"
             raise ConfigError(f"the private key cannot be read: {reason}") from err
         if isinstance(key, Ed25519PrivateKey) or (
-            isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, ec.SECP256R1)
+            isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name in _KIND_BY_CURVE
         ):
             return cls(key)
-        raise ConfigError("expected a private key of Ed25519 or ECDSA P-256, found another kind", hint=_MAKE_A_KEY)
+        raise ConfigError(f"expected a private key of {_KINDS_SHOWN}, found another kind", hint=_MAKE_A_KEY)
 
     def to_pem(self, passphrase: bytes | None) -> bytes:
         """Return the key as PEM PKCS #8, encrypted if there is a passphrase.
@@ -198,11 +215,10 @@ class SecretKey:
 
     def sign(self, message: bytes) -> bytes:
         """Return the signature of `message`: 64 bytes for Ed25519, DER (RFC 3279, 2.2.3) for ECDSA."""
-        from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey
-        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
         if isinstance(self._key, EllipticCurvePrivateKey):
-            return self._key.sign(message, ECDSA(SHA256()))
+            return self._key.sign(message, _ecdsa(self._key.curve))
         return self._key.sign(message)
 
     def __repr__(self) -> str:
@@ -220,16 +236,25 @@ def _load_public(data: bytes, *, pem: bool) -> _Public:
     except (ValueError, TypeError, UnsupportedAlgorithm) as err:
         raise ConfigError("expected a public key, found bytes that are none", hint=_MAKE_A_KEY) from err
     if isinstance(key, Ed25519PublicKey) or (
-        isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)
+        isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name in _KIND_BY_CURVE
     ):
         return key
-    raise ConfigError("expected a public key of Ed25519 or ECDSA P-256, found another kind", hint=_MAKE_A_KEY)
+    raise ConfigError(f"expected a public key of {_KINDS_SHOWN}, found another kind", hint=_MAKE_A_KEY)
 
 
 def _kind(key: _Public) -> KeyKind:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 
-    return "ed25519" if isinstance(key, Ed25519PublicKey) else "ecdsa-p256"
+    return _KIND_BY_CURVE[key.curve.name] if isinstance(key, EllipticCurvePublicKey) else "ed25519"
+
+
+def _ecdsa(curve: EllipticCurve) -> ECDSA:
+    """The hash is as long as the curve, which OMS asks for as well: a shorter one would be the weaker half."""
+    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+    from cryptography.hazmat.primitives.hashes import SHA256, SHA384, SHA512, HashAlgorithm
+
+    by_curve: dict[str, HashAlgorithm] = {"secp256r1": SHA256(), "secp384r1": SHA384(), "secp521r1": SHA512()}
+    return ECDSA(by_curve[curve.name])
 
 
 def _der(key: _Public) -> bytes:
@@ -244,7 +269,3 @@ def _refuse_weak_point(encoded: bytes) -> None:
     y = int.from_bytes(encoded, "little") & (2**255 - 1)
     if y >= _P or y in _SMALL_ORDER_Y:
         raise ConfigError("expected an Ed25519 public key, found a point of small order or one that is not reduced")
-
-
-def _named(name: str) -> str:
-    return f" in {escape(name)}" if name else ""

@@ -92,7 +92,20 @@ def test_no_signature_is_a_matter_of_signatures() -> None:
 def test_signatures_are_limited() -> None:
     assert len(Envelope.parse(envelope(signatures=[SIG] * MAX_SIGNATURES)).signatures) == MAX_SIGNATURES
     refused(envelope(signatures=[SIG] * (MAX_SIGNATURES + 1)), "too-many-signatures")
-    assert "values" in refused(envelope(signatures=[SIG] * 5000))
+    assert "found 10000" in refused(envelope(signatures=[SIG] * 10_000), "too-many-signatures")
+    assert "values" in refused(envelope(signatures=[SIG] * 25_000))
+    assert "values" in refused(envelope(extra=[[]] * 40_000))
+
+
+def test_signatures_times_length_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dsse.MAX_HASHED_BYTES == 2 * 1024**3
+    monkeypatch.setattr(dsse, "MAX_HASHED_BYTES", 3 * len(b"payload"))
+    assert len(Envelope.parse(envelope(signatures=[SIG] * 3)).signatures) == 3
+    assert "expected up to 3 signatures on 7 bytes, found 4" in refused(
+        envelope(signatures=[SIG] * 4), "too-much-to-hash"
+    )
+    # What is empty costs nothing.
+    assert len(Envelope.parse(envelope(payload="", signatures=[SIG] * 4)).signatures) == 4
 
 
 def test_length_is_checked_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:

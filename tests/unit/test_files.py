@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from safeload import files
 from safeload.digests import HASH_CHUNK_BYTES
-from safeload.errors import FileSetError, StagingError
+from safeload.errors import ConfigError, FileSetError, StagingError
 from safeload.files import Root, StreamSource, publish
 
 
@@ -297,7 +298,77 @@ def test_a_root_holds_a_bounded_number_of_descriptors_and_returns_all(
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_walk_counts_the_names_of_each_file_and_a_directory_is_told_from_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "one")
+    write(tmp_path / "in" / "two")
+    os.link(tmp_path / "in" / "one", tmp_path / "other")
+    (tmp_path / "link").symlink_to("in")
+    with Root(tmp_path) as root:
+        assert {w.path: w.n_links for w in root.walk()} == {"in/one": 2, "in/two": 1, "link": 1, "other": 2}
+        assert [root.holds_directory(path) for path in ("in", "in/one", "link", "link/one", "absent", "absent/x")] == [
+            True, False, False, False, False, False
+        ]  # fmt: skip
+
+
 # --- StreamSource -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.integers(0, 120),
+    calls=st.lists(st.tuples(st.booleans(), st.integers(0, 130), st.integers(0, 60))),
+)
+def test_chunk_digests_and_blake3_are_those_of_the_file_however_it_was_read(
+    tmp_path_factory: pytest.TempPathFactory, *, size: int, calls: list[tuple[bool, int, int]]
+) -> None:
+    blake3 = pytest.importorskip("blake3").blake3
+    data = bytes(range(size))
+    path = write(tmp_path_factory.getbasetemp() / "chunked", data)
+    read: list[tuple[int, int]] = []
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in {"WINDOW_BYTES": 16, "HASH_CHUNK_BYTES": 7, "CHUNK_BYTES": 30}.items():
+            patch.setattr(files, name, value)
+        real = os.preadv
+
+        def recorded(fd: int, buffers: list[memoryview], offset: int) -> int:
+            got = real(fd, buffers, offset)
+            read.append((offset, got))
+            return got
+
+        patch.setattr(os, "preadv", recorded)
+        root = stack.enter_context(Root(path.parent))
+        stream = stack.enter_context(
+            StreamSource(root.open(path.name), "chunked", hashing=True, chunk_digests=True, blake3=True)
+        )
+        for digest, offset, nbytes in calls:
+            with contextlib.suppress(StagingError):
+                (stream.payload_sha256 if digest else stream.read)(offset, nbytes)
+        assert stream.finish() == hashlib.sha256(data).hexdigest()
+        starts = range(0, size, 30) if size > 30 else ()
+        assert stream.chunk_digests == [hashlib.sha256(data[start : start + 30]).digest() for start in starts]
+        assert stream.blake3 == blake3(data).hexdigest()
+        assert stream.finish() == hashlib.sha256(data).hexdigest()
+        assert len(stream.chunk_digests) == len(starts)
+    # One pass for all of them, each byte once.
+    assert sum(got for _, got in read) == size
+
+
+def test_digests_that_nobody_asked_for_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", 30)
+    with source(write(tmp_path / "file", bytes(100)), hashing=True) as stream:
+        stream.finish()
+        assert (stream.chunk_digests, stream.blake3) == ([], None)
+
+
+def test_a_source_that_cannot_take_blake3_closes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    with Root(write(tmp_path / "file").parent) as root:
+        fd = root.open("file")
+        with pytest.raises(ConfigError, match="blake3"):
+            StreamSource(fd, "file", hashing=True, blake3=True)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 def source(path: Path, *, hashing: bool) -> StreamSource:

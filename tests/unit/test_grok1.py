@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from safeload.errors import ConfigError, DigestMismatchError, PolicyError, RejectedError, ShardingError, SignatureError
 from safeload.grok1 import GrokConfig, name_shards, parameter_names, restore, shard_file, shard_table
-from safeload.loading import sign
+from safeload.publishing import sign
 from safeload.records import QuantizedWeight8bit, Record
 from safeload.trust.keys import SecretKey
 from tests.grok_sample import TINY, sample_value, write_checkpoint, write_value

@@ -1,4 +1,4 @@
-"""Keys are of two kinds, equal by their bytes, and never weak."""
+"""Keys are of four kinds, equal by their bytes, and never weak."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import subprocess
 import sys
 
 import pytest
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, rsa, x25519
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_public_key,
+)
 
 from safeload.digests import sha256_hex
 from safeload.errors import ConfigError, SignatureError
 from safeload.trust.keys import KeyKind, PublicKey, SecretKey
 
-KINDS: tuple[KeyKind, ...] = ("ed25519", "ecdsa-p256")
+KINDS: tuple[KeyKind, ...] = ("ed25519", "ecdsa-p256", "ecdsa-p384", "ecdsa-p521")
 P = 2**255 - 19
 ED25519_DER = bytes.fromhex("302a300506032b6570032100")  # RFC 8410, 4: the algorithm, then 32 bytes of key
 BASE_POINT = bytes.fromhex("58" + "66" * 31)  # RFC 8032, 5.1: a point of large order
@@ -78,11 +85,37 @@ def test_the_same_point_in_two_encodings_is_one_key() -> None:
     assert PublicKey.from_pem(point.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).kind == "ecdsa-p256"
 
 
+@pytest.mark.parametrize(
+    ("kind", "curve", "fits"),
+    [
+        ("ecdsa-p256", ec.SECP256R1(), hashes.SHA256()),
+        ("ecdsa-p384", ec.SECP384R1(), hashes.SHA384()),
+        ("ecdsa-p521", ec.SECP521R1(), hashes.SHA512()),
+    ],
+)
+def test_the_curve_decides_the_hash(kind: KeyKind, curve: ec.EllipticCurve, fits: hashes.HashAlgorithm) -> None:
+    theirs = ec.generate_private_key(curve)
+    pem = theirs.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    key = PublicKey.from_pem(pem)
+    assert key.kind == kind
+    for algorithm in (hashes.SHA1(), hashes.SHA256(), hashes.SHA384(), hashes.SHA512()):  # noqa: S303 - must be refused
+        signature = theirs.sign(b"message", ec.ECDSA(algorithm))
+        if algorithm.name == fits.name:
+            key.verify(signature, b"message")
+        else:
+            with pytest.raises(SignatureError) as caught:
+                key.verify(signature, b"message")
+            assert caught.value.findings[0].code == "bad-signature"
+    ours = SecretKey.generate(kind)
+    load_pem_public_key(ours.public.to_pem()).verify(ours.sign(b"m"), b"m", ec.ECDSA(fits))  # type: ignore[union-attr, call-arg, arg-type]
+
+
 def other_kinds() -> list[object]:
     return [
         rsa.generate_private_key(65537, 2048),
-        ec.generate_private_key(ec.SECP384R1()),
+        ec.generate_private_key(ec.SECP224R1()),
         ec.generate_private_key(ec.SECP256K1()),
+        ec.generate_private_key(ec.BrainpoolP384R1()),
         ed448.Ed448PrivateKey.generate(),
         x25519.X25519PrivateKey.generate(),
     ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from safeload import loading
+from safeload import loading, publishing
+from safeload.digests import CHUNK_BYTES
 from safeload.errors import (
     ConfigError,
     DigestMismatchError,
@@ -130,7 +133,7 @@ DAMAGE: dict[str, tuple[Callable[[CheckpointSimulator], object], type[RejectedEr
         [(README, "digest-mismatch")],
     ),
     "truncated": (lambda c: c.truncate(PLAIN), FileSetError, [(PLAIN, "size-mismatch")]),
-    "emptied": (lambda c: c.write(QUANTIZED, b""), FileSetError, [(QUANTIZED, "size-mismatch")]),
+    "emptied": (lambda c: c.write(QUANTIZED, b""), FileSetError, [(QUANTIZED, "empty-file")]),
     "appended": (lambda c: c.append(QUANTIZED), FileSetError, [(QUANTIZED, "size-mismatch")]),
     "swapped": (
         lambda c: c.swap(PLAIN, QUANTIZED),
@@ -152,11 +155,12 @@ DAMAGE: dict[str, tuple[Callable[[CheckpointSimulator], object], type[RejectedEr
         [(PLAIN, "symlink")],
     ),
     "FIFO": (lambda c: c.replace_by_fifo(PLAIN), FileSetError, [(PLAIN, "not-a-regular-file")]),
-    "directory": (lambda c: c.replace_by_directory(PLAIN), FileSetError, [(PLAIN, "missing-file")]),
+    "directory": (lambda c: c.replace_by_directory(PLAIN), FileSetError, [(PLAIN, "not-a-regular-file")]),
+    "hard link to the same bytes": (lambda c: c.replace_by_hard_link(PLAIN), FileSetError, [(PLAIN, "hard-link")]),
     "hard link to other bytes": (
         lambda c: c.replace_by_hard_link(PLAIN, b"\0" * c.path(PLAIN).stat().st_size),
-        DigestMismatchError,
-        [(PLAIN, "digest-mismatch")],
+        FileSetError,
+        [(PLAIN, "hard-link")],
     ),
 }
 
@@ -243,14 +247,6 @@ def test_load_reports_every_file_that_is_not_admitted(checkpoint: CheckpointSimu
     with pytest.raises(RejectedError) as refused:
         checkpoint.load()
     assert {finding.file for finding in refused.value.findings} == {PLAIN, README}
-
-
-def test_the_same_bytes_by_a_hard_link_are_the_same_bytes(checkpoint: CheckpointSimulator) -> None:
-    checkpoint.replace_by_hard_link(PLAIN)
-    checkpoint.verify()
-    loaded = checkpoint.load()
-    checkpoint.outside.write_bytes(b"")
-    assert_same(loaded[PLAIN], checkpoint.values[PLAIN])
 
 
 def test_nothing_is_decoded_of_a_refused_directory(
@@ -494,6 +490,45 @@ def test_a_manifest_in_the_directory_is_refused_if_another_was_passed(
 
 
 @pytest.mark.parametrize("use", ["load", "verify"])
+def test_another_name_of_the_manifest_passed_is_unlisted(checkpoint: CheckpointSimulator, use: str) -> None:
+    for name in ("extra.pkl", "sub/model.bin"):
+        checkpoint.path(name).parent.mkdir(exist_ok=True)
+        checkpoint.path(name).hardlink_to(checkpoint.manifest)
+    with pytest.raises(FileSetError) as refused:
+        getattr(checkpoint, use)()
+    assert codes(refused.value) == [("extra.pkl", "unlisted-file"), ("sub/model.bin", "unlisted-file")]
+
+
+@pytest.mark.parametrize("use", ["load", "verify"])
+def test_what_takes_the_place_of_the_manifest_passed_is_unlisted(
+    checkpoint: CheckpointSimulator, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = checkpoint.path("m.json")
+    checkpoint.manifest.rename(inside)
+    real = loading.read_manifest
+
+    def read_then_lose(manifest: Path) -> tuple[bytes, str]:
+        found = real(manifest)
+        inside.write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # the same inode, other bytes
+        return found
+
+    monkeypatch.setattr(loading, "read_manifest", read_then_lose)
+    with pytest.raises(FileSetError) as refused:
+        getattr(checkpoint, use)(manifest=inside)
+    assert codes(refused.value) == [("m.json", "unlisted-file")]
+
+
+@pytest.mark.parametrize("use", ["load", "verify"])
+def test_a_manifest_that_is_no_regular_file_is_no_verdict_and_no_wait(
+    checkpoint: CheckpointSimulator, use: str, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="no regular file"):
+            getattr(checkpoint, use)(manifest=path)
+
+
+@pytest.mark.parametrize("use", ["load", "verify"])
 def test_a_link_in_the_directory_to_the_manifest_passed_is_refused(checkpoint: CheckpointSimulator, use: str) -> None:
     checkpoint.path("m.json").symlink_to(checkpoint.manifest)
     with pytest.raises(FileSetError) as refused:
@@ -589,6 +624,86 @@ def test_sign_binds_the_parameters_that_shards_hold(checkpoint: CheckpointSimula
     assert {path: entry.parameter for path, entry in manifest.by_path.items() if entry.parameter} == given
 
 
+TRAINING_STATE = {
+    "optimizer_state": pickled([np.zeros((2, 3), np.float32)]),
+    "rng.json": b"[1, 2]",
+    "trainer_state.json": b'{"step": 7}',
+}
+
+
+def test_a_checkpoint_is_signed_for_training_only_with_all_that_a_resume_needs(checkpoint: CheckpointSimulator) -> None:
+    with pytest.raises(ManifestError) as refused:
+        checkpoint.sign(kind="training")
+    assert [f.code for f in refused.value.findings] == ["role-missing"] * 3
+    assert [f.message.split()[5].rstrip(",") for f in refused.value.findings] == ["optimizer", "step", "rng"]
+    for name, data in TRAINING_STATE.items():
+        checkpoint.write(name, data)
+    manifest = Manifest.parse(Envelope.parse(checkpoint.sign(kind="training")).payload)
+    assert manifest.kind == "training"
+    assert manifest.requires == ("weights", "optimizer", "step", "rng", "config", "tokenizer")
+    assert {path: manifest.by_path[path].role for path in TRAINING_STATE} == {
+        "optimizer_state": "optimizer",
+        "rng.json": "rng",
+        "trainer_state.json": "step",
+    }
+    assert checkpoint.verify(purpose="training").is_accepted
+
+
+def test_a_signer_may_require_more_and_never_less(checkpoint: CheckpointSimulator) -> None:
+    with pytest.raises(ManifestError, match="data-progress"):
+        checkpoint.sign(require=["data-progress"])
+    checkpoint.write("data_progress.json", b"{}")
+    manifest = Manifest.parse(Envelope.parse(checkpoint.sign(require=["data-progress"])).payload)
+    assert manifest.requires == ("weights", "config", "tokenizer", "data-progress")
+    with pytest.raises(ConfigError, match="require: expected roles"):
+        checkpoint.sign(require=["soul"])
+    with pytest.raises(ConfigError, match="kind: expected inference or training"):
+        checkpoint.sign(kind="fun")
+
+
+def test_sign_states_epoch_expiry_and_predecessor(checkpoint: CheckpointSimulator) -> None:
+    end = datetime(2100, 1, 1, tzinfo=UTC)
+    manifest = Manifest.parse(Envelope.parse(checkpoint.sign(epoch=3, expires=end, previous="a" * 64)).payload)
+    assert (manifest.epoch, manifest.expires, manifest.previous) == (3, "2100-01-01T00:00:00Z", "a" * 64)
+    with pytest.raises(ConfigError, match="expires before it is issued"):
+        checkpoint.sign(expires=datetime(2001, 1, 1, tzinfo=UTC))
+
+
+def test_sign_takes_chunk_digests_and_blake3_in_the_same_pass(checkpoint: CheckpointSimulator) -> None:
+    blake3 = pytest.importorskip("blake3").blake3
+    large = pickled(np.arange(9 * 2**20, dtype=np.float32))
+    checkpoint.write("tensor00009_000", large)
+    plain = Manifest.parse(Envelope.parse(checkpoint.sign()).payload)
+    assert {entry.path for entry in plain.files if entry.chunks is not None} == {"tensor00009_000"}
+    entry = plain.by_path["tensor00009_000"]
+    assert entry.chunk_digests == tuple(
+        hashlib.sha256(large[start : start + CHUNK_BYTES]).digest() for start in range(0, len(large), CHUNK_BYTES)
+    )
+    assert entry.sha256 == hashlib.sha256(large).hexdigest()
+    assert {entry.blake3 for entry in plain.files} == {None}
+    more = Manifest.parse(Envelope.parse(checkpoint.sign(blake3=True)).payload)
+    for path, data in checkpoint.snapshot().items():
+        assert more.by_path[path].blake3 == blake3(data).hexdigest()
+    assert checkpoint.verify().is_accepted
+    assert_same(checkpoint.load()["tensor00009_000"], np.arange(9 * 2**20, dtype=np.float32))
+
+
+def test_without_its_package_blake3_is_refused_before_anything_is_read(
+    checkpoint: CheckpointSimulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    monkeypatch.setattr(Root, "open", lambda *_: pytest.fail("opened a file"))
+    with pytest.raises(ConfigError, match=r"safeload\[blake3\]"):
+        checkpoint.sign(blake3=True)
+
+
+def test_describe_states_what_sign_would_sign(checkpoint: CheckpointSimulator) -> None:
+    manifest, report = publishing.describe(checkpoint.directory, model=MODEL, revision="r1")
+    signed = Manifest.parse(Envelope.parse(checkpoint.sign()).payload)
+    assert manifest.files == signed.files
+    assert [file.path for file in report.files] == [entry.path for entry in signed.files]
+
+
 def test_sign_refuses_parameters_of_files_that_are_not_there(checkpoint: CheckpointSimulator) -> None:
     with pytest.raises(ConfigError, match="tensor99999_000"):
         checkpoint.sign(parameters={PLAIN: "a", "tensor99999_000": "b"})
@@ -626,7 +741,7 @@ def test_sign_refuses_what_the_policy_refuses(checkpoint: CheckpointSimulator, c
 def test_sign_refuses_an_empty_directory(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(PolicyError) as refused:
-        loading.sign(tmp_path / "empty", keys=[SecretKey.generate()], model="m", revision="r")
+        publishing.sign(tmp_path / "empty", keys=[SecretKey.generate()], model="m", revision="r")
     assert [finding.code for finding in refused.value.findings] == ["nothing-to-scan"]
 
 

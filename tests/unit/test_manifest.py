@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gc
 import hashlib
 import json
 import time
@@ -11,8 +13,18 @@ from typing import Any
 
 import pytest
 
+from safeload.digests import CHUNK_BYTES
 from safeload.errors import ConfigError, ManifestError
-from safeload.manifest import FileEntry, Manifest, ManifestTensor, check_path
+from safeload.manifest import (
+    FileEntry,
+    Manifest,
+    ManifestTensor,
+    check_path,
+    encode_chunks,
+    missing_roles,
+    required_roles,
+    role_of,
+)
 from safeload.tensors import DType, Extent, TensorSpec
 
 ZERO = "0" * 64
@@ -132,12 +144,26 @@ TENSOR: Callable[[dict[str, Any]], dict[str, Any]] = lambda value: FIRST(value)[
         (lambda v: v["predicate"], {"version": "1"}, "version"),
         (lambda v: v["predicate"], {"issued": "2026-11-30T12:00:00+00:00"}, "issued"),
         (lambda v: v["predicate"], {"issued": "2026-02-30T12:00:00Z"}, "issued"),
+        (lambda v: v["predicate"], {"epoch": 0}, "epoch"),
+        (lambda v: v["predicate"], {"epoch": True}, "epoch"),
+        (lambda v: v["predicate"], {"expires": "2026-11-30T12:00:00Z"}, "expires before"),
+        (lambda v: v["predicate"], {"expires": "never"}, "expires"),
+        (lambda v: v["predicate"], {"kind": "fun"}, "kind"),
+        (lambda v: v["predicate"], {"crit": ["sparse"]}, "does not know: sparse"),
+        (lambda v: v["predicate"], {"requires": ["weights", "rng"]}, "no file has: rng"),
+        (lambda v: v["predicate"], {"requires": ["soul"]}, "requires"),
+        (lambda v: v["predicate"], {"requires": ["weights", "weights"]}, "twice"),
+        (lambda v: v["predicate"], {"hash": {"chunk_size": 16777216}}, "exactly if a file has chunks"),
+        (FIRST, {"blake3": "0" * 63}, "blake3"),
+        (FIRST, {"blake3": 0}, "blake3"),
+        (FIRST, {"chunks": "A" * 43 + "="}, "one chunk digest for each"),
         (lambda v: v["predicate"], {"previous": "A" * 64}, "previous"),
         (lambda v: v["predicate"], {"previous": "a" * 64 + "\n"}, "previous"),
         (lambda v: v["predicate"]["tool"], {"extra": 1}, "extra"),
         (FIRST, {"extra": 1}, "extra"),
         (FIRST, {"path": "../x"}, "path"),
         (FIRST, {"size": True}, "size"),
+        (FIRST, {"size": -1}, "size"),
         (FIRST, {"sha256": "g" * 64}, "sha256"),
         (FIRST, {"format": "exe"}, "format"),
         (FIRST, {"format": "json"}, "no tensors"),
@@ -169,9 +195,142 @@ def test_each_field_is_held_to_its_type(
     refused(changed(lambda value: where(value).update(change)), says)
 
 
+def chunked(size: int, chunks: str, **hashing: Any) -> bytes:
+    def change(value: dict[str, Any]) -> None:
+        FIRST(value).update(size=size, chunks=chunks)
+        value["predicate"]["hash"] = {"file": "sha256", "chunk": "sha256", "chunk_size": 16777216, **hashing}
+
+    return changed(change)
+
+
+def base64_of(n_digests: int) -> str:
+    return base64.b64encode(b"\xff" * 32 * n_digests).decode()
+
+
+@pytest.mark.parametrize("n_digests", [2, 3, 4, 5])
+def test_chunk_digests_are_read_and_come_back(n_digests: int) -> None:
+    for size in ((n_digests - 1) * CHUNK_BYTES + 1, n_digests * CHUNK_BYTES):
+        parsed = Manifest.parse(chunked(size, base64_of(n_digests)))
+        assert parsed.files[1].chunk_digests == (b"\xff" * 32,) * n_digests
+        assert parsed.files[1].chunks == encode_chunks(b"\xff" * 32 * n_digests)
+        payload = parsed.to_payload()
+        assert json.loads(payload)["predicate"]["hash"] == {
+            "file": "sha256", "chunk": "sha256", "chunk_size": CHUNK_BYTES
+        }  # fmt: skip
+        assert Manifest.parse(payload) == parsed
+
+
+@pytest.mark.parametrize("n_digests", [2, 3, 4, 5])
+def test_each_chunk_has_one_digest_and_no_digest_is_without_its_chunk(n_digests: int) -> None:
+    for size in ((n_digests - 1) * CHUNK_BYTES, n_digests * CHUNK_BYTES + 1):
+        refused(chunked(size, base64_of(n_digests)), "chunk digest")
+    short = base64.b64encode(b"\xff" * (32 * n_digests - 1)).decode()
+    refused(chunked(n_digests * CHUNK_BYTES, short), "chunk digest")
+    long = base64.b64encode(b"\xff" * (32 * n_digests + 1)).decode()
+    refused(chunked(n_digests * CHUNK_BYTES, long), "chunk digest")
+
+
+@pytest.mark.parametrize("n_digests", [2, 3, 4])
+def test_chunk_digests_have_one_spelling(n_digests: int) -> None:
+    good = base64_of(n_digests)
+    assert Manifest.parse(chunked(n_digests * CHUNK_BYTES, good)).files[1].chunks == good
+    spoiled = [good + "\n", good[:-4], good.replace("/", "_", 1), "=" + good[1:], good[:-1] + "!"]
+    if good.endswith("="):
+        spoiled += [good.rstrip("="), good.rstrip("=")[:-1] + "9" + good[len(good.rstrip("=")) :]]
+    for text in spoiled:
+        refused(chunked(n_digests * CHUNK_BYTES, text), "chunk")
+
+
+@pytest.mark.parametrize("hashing", [{"chunk_size": 4194304}, {"chunk": "md5"}, {"file": "blake3"}, {"tree": "x"}])
+def test_digests_are_taken_in_one_way_only(hashing: dict[str, Any]) -> None:
+    refused(chunked(2 * CHUNK_BYTES, base64_of(2), **hashing), "hash")
+
+
+def test_chunks_without_their_size_are_refused() -> None:
+    payload = changed(lambda v: FIRST(v).update(size=2 * CHUNK_BYTES, chunks=base64_of(2)))
+    refused(payload, "exactly if a file has chunks")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "role"),
+    [
+        ("pickle", "tensor00000_000", "weights"),
+        ("pickle", "vocab_embedding", "weights"),
+        ("pickle", "step_1000.pkl", "weights"),
+        ("pickle", "optimizer.pt", "optimizer"),
+        ("pickle", "Optimizer_00001", "optimizer"),
+        ("pickle", "opt_state", "optimizer"),
+        ("pickle", "optimum", "weights"),
+        ("pickle", "lr_scheduler.bin", "schedule"),
+        ("pickle", "rng_state_0.pth", "rng"),
+        ("pickle", "strange", "weights"),
+        ("json", "trainer_state.json", "step"),
+        ("pickle", "step", "step"),
+        ("json", "data_progress.json", "data-progress"),
+        ("json", "database.json", "config"),
+        ("json", "tokenizer_config.json", "tokenizer"),
+        ("opaque", "tokenizer.model", "tokenizer"),
+        ("text", "merges.txt", "tokenizer"),
+        ("text", "chat_template.jinja", "template"),
+        ("json", "generation_config.json", "config"),
+        ("text", "README.md", "docs"),
+        ("opaque", "logo.png", "other"),
+    ],
+)
+def test_the_name_of_a_file_says_what_it_is_for(kind: str, name: str, role: str) -> None:
+    assert role_of(kind, name) == role
+
+
+def test_a_restore_lacks_what_no_file_is_there_for() -> None:
+    inference = manifest()
+    assert missing_roles(inference, "inference") == ()
+    assert missing_roles(inference, "training") == ("optimizer", "step", "rng")
+    assert missing_roles(manifest(entry("README.md")), "inference") == ("weights",)
+    whole = [shard("tensor00000_000")] + [
+        FileEntry(path=role, size=1, sha256=ZERO, format="opaque", role=role) for role in ("optimizer", "step", "rng")
+    ]
+    assert missing_roles(manifest(*whole), "training") == ()
+
+
+def test_a_restore_requires_the_least_and_what_the_model_has() -> None:
+    assert required_roles("inference", ["weights", "docs"]) == ("weights",)
+    assert required_roles("inference", ["tokenizer", "config"], more=["rng", "config"]) == (
+        "weights", "config", "tokenizer", "rng"
+    )  # fmt: skip
+    assert required_roles("training", []) == ("weights", "optimizer", "step", "rng")
+
+
+def test_a_manifest_that_says_no_more_than_before_is_read_as_before() -> None:
+    parsed = Manifest.parse(manifest().to_payload())
+    assert (parsed.epoch, parsed.expires, parsed.kind, parsed.requires, parsed.crit) == (1, None, "inference", (), ())
+    stated = Manifest.of(
+        [shard()], stream="s", revision="r", issued=NOW, tool_version="1", epoch=2, kind="training",
+        requires=["weights"], expires=NOW + timedelta(days=1),
+    )  # fmt: skip
+    again = Manifest.parse(stated.to_payload())
+    assert (again.epoch, again.expires, again.kind, again.requires) == (
+        2, "2026-12-01T12:00:00Z", "training", ("weights",)
+    )  # fmt: skip
+
+
+def test_the_collector_is_as_it_was_after_a_manifest_was_read() -> None:
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            Manifest.parse(manifest().to_payload())
+            refused(b"", "expected JSON")
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
+
+
 @pytest.mark.parametrize("field", ["spec", "stream", "revision", "version", "issued", "previous", "totals", "tool"])
 def test_no_field_of_the_manifest_may_be_missing(field: str) -> None:
     refused(changed(lambda value: value["predicate"].pop(field), repair=False), field)
+
+
+def test_a_size_in_a_string_is_no_size() -> None:
+    refused(changed(lambda value: FIRST(value).update(size="120"), repair=False), "size")
 
 
 def test_a_payload_held_in_an_encoding_of_its_own_may_be_longer_than_the_file() -> None:

@@ -604,11 +604,10 @@ def test_memo_indices_of_the_file_s_choice_do_not_collide() -> None:
 
 
 def test_keys_whose_hashes_are_the_file_s_choice_are_few() -> None:
-    for key in (op.BININT, lambda n: op.BINFLOAT(float(n))):
-        many = b"".join(key(n) + b"N" for n in range(5000))
-        assert refused(op.PROTO(4) + b"}(" + many + b"u.")[1] == "too-many-number-keys"
-        few = b"".join(key(n) + b"N" for n in range(4000))
-        assert parse(op.PROTO(4) + b"}(" + few + b"u.").refusal is None
+    for keys in ([op.BININT(n) for n in range(5000)], [op.BINFLOAT(float(n)) for n in range(5000)]):
+        items = [key + b"N" for key in keys]
+        assert refused(op.PROTO(4) + b"}(" + b"".join(items) + b"u.")[1] == "too-many-number-keys"
+        assert parse(op.PROTO(4) + b"}(" + b"".join(items[:4000]) + b"u.").refusal is None
 
 
 def test_wide_text_counts_for_what_it_takes() -> None:

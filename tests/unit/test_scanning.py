@@ -602,3 +602,14 @@ def test_a_long_inert_file_can_be_hashed_as_a_short_one(tmp_path: Path, name: st
         data = b'"' + b"a" * n_bytes + b'"'
         file = only(scan(write(tmp_path / name, data), digests=True))
         assert (file.verdict, file.sha256) == ("accepted", hashlib.sha256(data).hexdigest())
+
+
+def test_an_array_that_memory_has_no_room_to_reorder_is_refused_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a", pickled(np.asfortranarray(np.arange(6.0).reshape(2, 3))))
+    write(tmp_path / "b", pickled(np.arange(6.0)))
+    monkeypatch.setattr("safeload.scanning.available_memory", lambda: 90)
+    report = scan(tmp_path, digests=True)
+    assert [[f.code for f in file.findings] for file in report.files] == [["unreadable"], []]
+    assert "in C order takes twice as much memory" in report.files[0].findings[0].message

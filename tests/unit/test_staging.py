@@ -15,6 +15,7 @@ import textwrap
 import threading
 from collections.abc import Mapping
 from concurrent.futures import wait
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import safeload.manifest
 from safeload import files, parallel, staging
 from safeload.digests import HASH_CHUNK_BYTES
-from safeload.errors import ConfigError, DigestMismatchError, FileSetError, StagingError
+from safeload.errors import ConfigError, DigestMismatchError, FileSetError, Finding, StagingError
 from safeload.files import Root
-from safeload.manifest import FileEntry, Manifest, ManifestTensor, TrustedManifest
+from safeload.manifest import FileEntry, Manifest, ManifestTensor, TrustedManifest, encode_chunks
 from safeload.staging import check_file_set, stage
 
 MIB = 1024 * 1024
@@ -279,16 +281,18 @@ def test_every_problem_of_the_file_set_is_a_finding_and_nothing_is_read(
     assert "3 bytes" in caught.value.findings[1].message
 
 
-def test_only_the_ignored_inode_may_be_there_unlisted_and_a_listed_one_still_counts(tmp_path: Path) -> None:
+def test_only_the_ignored_file_may_be_there_unlisted_and_a_listed_one_still_counts(tmp_path: Path) -> None:
     lay_out(tmp_path, {**CONTENTS, "manifest.json": b"signed", "other.json": b"signed"})
-    status = (tmp_path / "manifest.json").stat()
-    ignore = frozenset({(status.st_dev, status.st_ino)})
+    ignore = {"manifest.json": b"signed"}
     with Root(tmp_path) as root:
         findings = check_file_set(root, manifest_of(CONTENTS), ignore=ignore)
         assert [(f.file, f.code) for f in findings] == [("other.json", "unlisted-file")]
         listed = manifest_of({**CONTENTS, "manifest.json": b"signed?", "other.json": b"signed"})
         findings = check_file_set(root, listed, ignore=ignore)
         assert [(f.file, f.code) for f in findings] == [("manifest.json", "size-mismatch")]
+        for other in (b"", b"signe", b"signed!", b"Signed"):
+            findings = check_file_set(root, manifest_of(CONTENTS), ignore={"manifest.json": other})
+            assert [f.file for f in findings] == ["manifest.json", "other.json"]
     (tmp_path / "other.json").unlink()
     assert len(stage(tmp_path, trust(manifest_of(CONTENTS)), ignore=ignore).files) == len(CONTENTS)
 
@@ -522,6 +526,284 @@ def test_no_descriptor_stays_open_whether_it_succeeds_or_not(tmp_path: Path) -> 
     with pytest.raises(DigestMismatchError):
         stage(tmp_path, trusted)
     assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+# --- several threads at one file ----------------------------------------------------------------------------------
+
+CHUNK = 4096
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (staging, safeload.manifest):
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(staging, "SMALL_FILE_BYTES", CHUNK)
+    monkeypatch.setattr(staging, "HASH_CHUNK_BYTES", 1000)
+
+
+def chunked_entry(path: str, data: bytes) -> FileEntry:
+    digests = b"".join(hashlib.sha256(data[start : start + CHUNK]).digest() for start in range(0, len(data), CHUNK))
+    return replace(entry(path, data, 100), chunks=encode_chunks(digests) if len(data) > CHUNK else None)
+
+
+def chunked_manifest(contents: Mapping[str, bytes]) -> Manifest:
+    entries = [chunked_entry(path, data) for path, data in contents.items()]
+    issued = datetime(2025, 1, 1, tzinfo=UTC)
+    return Manifest.of(entries, stream="test/model", revision="1", issued=issued, tool_version="0")
+
+
+LARGE = {
+    "a": content(1, 11 * CHUNK),
+    "b": content(2, 9 * CHUNK + 1),
+    "c": content(3, CHUNK + 5),
+    "small": content(4, CHUNK),
+}
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_file_in_chunks_is_opened_once_read_once_and_comes_out_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    lay_out(tmp_path, LARGE)
+    opened: list[str] = []
+    read: list[tuple[int, int]] = []
+    real_open, real_preadv = Root.open, os.preadv
+
+    def counted_open(root: Root, path: str) -> int:
+        opened.append(path)
+        return real_open(root, path)
+
+    def counted_preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        got = real_preadv(fd, buffers, offset)
+        read.append((os.fstat(fd).st_ino, got))
+        return got
+
+    monkeypatch.setattr(Root, "open", counted_open)
+    monkeypatch.setattr(os, "preadv", counted_preadv)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    told: list[int] = []
+    staged = stage(
+        tmp_path, trust(chunked_manifest(LARGE)), threads=threads, progress=lambda _, done, __: told.append(done)
+    )
+    assert {path: bytes(file.view) for path, file in staged.files.items()} == LARGE
+    assert all(file.view.readonly for file in staged.files.values())
+    assert sorted(opened) == sorted(LARGE)
+    for path, data in LARGE.items():
+        inode = (tmp_path / path).stat().st_ino
+        assert sum(got for ino, got in read if ino == inode) == len(data)
+    assert told[-1] == sum(map(len, LARGE.values()))
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_threads_share_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {"a": content(1, 11 * CHUNK)}
+    lay_out(tmp_path, contents)
+    real, meeting = os.preadv, threading.Barrier(2, timeout=10)
+    met: set[int] = set()
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if threading.get_ident() not in met:
+            met.add(threading.get_ident())
+            meeting.wait()  # passes only if a second thread reads at the same time
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert stage(tmp_path, trust(chunked_manifest(contents)), threads=2).files["a"].view == contents["a"]
+    assert len(met) == 2
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("offset", [0, CHUNK - 1, CHUNK, 5 * CHUNK + 7, 11 * CHUNK - 1])
+def test_one_changed_byte_in_any_chunk_is_refused_with_its_place(
+    tmp_path: Path, mappings: list[mmap.mmap], offset: int, threads: int
+) -> None:
+    lay_out(tmp_path, LARGE)
+    flip(tmp_path / "a", offset)
+    with pytest.raises(DigestMismatchError) as caught:
+        stage(tmp_path, trust(chunked_manifest(LARGE)), threads=threads)
+    (finding,) = caught.value.findings
+    start = offset // CHUNK * CHUNK
+    assert (finding.file, finding.code, finding.offset) == ("a", "digest-mismatch", start)
+    for data in (LARGE["a"], (tmp_path / "a").read_bytes()):
+        assert hashlib.sha256(data[start : start + CHUNK]).hexdigest() in finding.message
+    assert "1 of 11 chunks differ" in finding.message
+    assert all(mapping.closed for mapping in mappings)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_chunks_in_another_order_are_refused_and_each_file_has_one_finding(tmp_path: Path) -> None:
+    data = LARGE["a"]
+    swapped = data[:CHUNK] + data[7 * CHUNK : 8 * CHUNK] + data[2 * CHUNK : 7 * CHUNK] + data[CHUNK : 2 * CHUNK]
+    lay_out(tmp_path, {**LARGE, "a": swapped + data[8 * CHUNK :], "b": bytes(len(LARGE["b"]))})
+    with pytest.raises(DigestMismatchError) as caught:
+        stage(tmp_path, trust(chunked_manifest(LARGE)))
+    assert [(f.file, f.offset) for f in caught.value.findings] == [("a", CHUNK), ("b", 0)]
+    assert "2 of 11 chunks differ" in caught.value.findings[0].message
+    assert "10 of 10 chunks differ" in caught.value.findings[1].message
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("change", ["grown", "shrunk", "linked"])
+def test_a_file_in_chunks_that_changes_after_the_check_is_refused_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mappings: list[mmap.mmap], change: str, threads: int
+) -> None:
+    top = tmp_path / "top"
+    lay_out(top, LARGE)
+    real = staging._require_memory
+
+    def race(needed: int, budget: int | None) -> None:
+        real(needed, budget)
+        if change == "linked":
+            (top / "a").rename(tmp_path / "moved")
+            (top / "a").symlink_to(tmp_path / "moved")
+        else:
+            os.truncate(top / "a", len(LARGE["a"]) + (1 if change == "grown" else -1))
+
+    monkeypatch.setattr(staging, "_require_memory", race)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(FileSetError) as caught:
+        stage(top, trust(chunked_manifest(LARGE)), threads=threads)
+    code = "symlink" if change == "linked" else "size-mismatch"
+    assert [(f.file, f.code) for f in caught.value.findings] == [("a", code)]
+    assert all(mapping.closed for mapping in mappings)
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_file_in_chunks_that_cannot_be_read_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mappings: list[mmap.mmap]
+) -> None:
+    lay_out(tmp_path, LARGE)
+    real = os.preadv
+
+    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset >= 5 * CHUNK:
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    before = sorted(Path("/proc/self/fd").iterdir())
+    with pytest.raises(StagingError, match="Input/output error"):
+        stage(tmp_path, trust(chunked_manifest(LARGE)), threads=2)
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    assert all(mapping.closed for mapping in mappings)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_file_in_chunks_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[list[str]] = []
+    real = staging._Arena.freeze
+
+    def freeze(arena: staging._Arena) -> None:
+        frozen.append([slot.path for slot, _ in arena.plan.slots])
+        real(arena)
+
+    monkeypatch.setattr(staging._Arena, "freeze", freeze)
+    lay_out(tmp_path, LARGE)
+    stage(tmp_path, trust(chunked_manifest(LARGE)), threads=2)
+    assert sorted(frozen) == [["a"], ["b"], ["c"], ["small"]]
+    flip(tmp_path / "b", 0)
+    frozen.clear()
+    with pytest.raises(DigestMismatchError):
+        stage(tmp_path, trust(chunked_manifest(LARGE)), threads=2)
+    assert sorted(frozen) == [["a"], ["c"], ["small"]]
+
+
+# --- the file set -------------------------------------------------------------------------------------------------
+
+
+def file_set(directory: Path, contents: Mapping[str, bytes]) -> dict[tuple[str | None, str], Finding]:
+    with Root(directory) as root:
+        return {(f.file, f.code): f for f in check_file_set(root, manifest_of(contents))}
+
+
+def test_each_way_of_being_incomplete_is_a_finding_of_its_own_and_all_come_in_one_run(tmp_path: Path) -> None:
+    names = ("empty", "fifo", "folder", "grown", "gone", "link", "renamed", "twice")
+    contents = {name: content(n, 100 + n) for n, name in enumerate(names)} | {"ok": b""}
+    lay_out(tmp_path, {**contents, "empty": b"", "grown": bytes(1000), ".hidden/.deep/file": b"x", "ok (copy)": b"y"})
+    for name in ("fifo", "folder", "gone", "link"):
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("ok")
+    (tmp_path / "renamed").rename(tmp_path / "elsewhere")
+    os.link(tmp_path / "twice", tmp_path / "second name")
+    found = file_set(tmp_path, contents)
+    assert sorted(found) == [
+        (".hidden/.deep/file", "unlisted-file"),
+        ("elsewhere", "unlisted-file"),
+        ("empty", "empty-file"),
+        ("fifo", "not-a-regular-file"),
+        ("folder", "not-a-regular-file"),
+        ("gone", "missing-file"),
+        ("grown", "size-mismatch"),
+        ("link", "symlink"),
+        ("ok (copy)", "unlisted-file"),
+        ("renamed", "missing-file"),
+        ("second name", "unlisted-file"),
+        ("twice", "hard-link"),
+    ]
+    assert "elsewhere" in str(found["renamed", "missing-file"].hint)
+    assert "renamed" in str(found["elsewhere", "unlisted-file"].hint)
+    assert "renamed" not in str(found["gone", "missing-file"].hint)
+    assert "a directory" in found["folder", "not-a-regular-file"].message
+
+
+def test_a_missing_shard_is_named_by_tensor_and_place(tmp_path: Path) -> None:
+    shards = {f"ckpt-0/tensor{index:05d}_{part:03d}": b"x" for index in (416, 417) for part in range(8)}
+    shards |= {"ckpt-0/tensor00418_000": b"x", "other/tensor00417_000": b"x"}
+    lay_out(tmp_path, shards)
+    (tmp_path / "ckpt-0" / "tensor00417_003").unlink()
+    (tmp_path / "ckpt-0" / "tensor00418_000").unlink()
+    found = file_set(tmp_path, shards)
+    assert sorted(found) == [
+        ("ckpt-0/tensor00417_003", "missing-file"),
+        ("ckpt-0/tensor00418_000", "missing-file"),
+    ]
+    messages = {file: finding.message for (file, _), finding in found.items()}
+    assert "tensor 417, shard 3 of 8 " in messages["ckpt-0/tensor00417_003"]
+    assert "tensor 418, shard 0 of 1 " in messages["ckpt-0/tensor00418_000"]
+
+
+def test_a_file_that_is_spelled_otherwise_is_taken_for_renamed_and_two_alike_are_not(tmp_path: Path) -> None:
+    lay_out(tmp_path, {"CONFIG.json": b"{ }", "x": b"12", "y": b"34"})
+    found = file_set(tmp_path, {"config.json": b"{}", "a": b"12", "b": b"34"})
+    assert "CONFIG.json" in str(found["config.json", "missing-file"].hint)
+    for name in ("a", "b"):
+        assert "renamed" not in str(found[name, "missing-file"].hint)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every directory")
+def test_what_is_behind_an_unreadable_directory_is_not_said_to_be_gone(tmp_path: Path) -> None:
+    lay_out(tmp_path, CONTENTS)
+    (tmp_path / "ckpt-0").chmod(0)
+    try:
+        found = file_set(tmp_path, CONTENTS)
+    finally:
+        (tmp_path / "ckpt-0").chmod(0o755)
+    assert ("ckpt-0", "unreadable") in found
+    assert "no way to its directory" in found["ckpt-0/big", "missing-file"].message
+
+
+def test_what_is_behind_a_directory_that_cannot_be_entered_is_not_said_to_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_out(tmp_path, CONTENTS)
+    real = os.scandir
+
+    def scandir(fd: int) -> Any:
+        if Path(f"/proc/self/fd/{fd}").readlink().name == "ckpt-0":
+            raise PermissionError(13, "Permission denied")
+        return real(fd)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    found = file_set(tmp_path, CONTENTS)
+    assert ("ckpt-0", "unreadable") in found
+    assert "no way to its directory" in found["ckpt-0/big", "missing-file"].message
 
 
 # --- how much memory there is -------------------------------------------------------------------------------------

@@ -51,8 +51,26 @@ def test_integers_beyond_two_to_the_53_are_refused(digits: str) -> None:
     refused(f'{{"a":[0,{digits}]}}', "integers up to")
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["{}", " {}", "-{}", "[{}]", "[0,{}]", "[0, {}]", "[0,\n{}]", "[-{}]", '{{"a":{}}}', '{{"a":\t{}}}', '["{}",{}]'],
+)
+def test_an_integer_is_bounded_wherever_it_stands(text: str) -> None:
+    assert loads(text.format(*[2**53] * 2))
+    refused(text.format(*[2**53 + 1] * 2), "integers up to")
+    refused(text.format(*["9" * 4900] * 2), "integers up to")
+
+
 def test_digits_in_a_string_are_no_integer() -> None:
+    assert loads('[", 12345678901234567890", ":9999999999999999"]') == [", 12345678901234567890", ":9999999999999999"]
     assert loads('{"12345678901234567890":"12345678901234567890"}') == {"12345678901234567890": "12345678901234567890"}
+
+
+@pytest.mark.parametrize(
+    "strings", ['["",""]', '["a:b,","[{","",","]', '{"":"","\\"":":"}', '[["",""],"]}",{"a":"b"}]']
+)
+def test_what_is_in_strings_is_no_structure(strings: str) -> None:
+    assert loads(strings, max_values=8, max_depth=2) == json.loads(strings)
 
 
 @pytest.mark.parametrize("text", ['"\\ud800"', '{"\\uDFFF":1}', '["\\udc00\\ud800"]', '"x\\\\\\ud800"'])

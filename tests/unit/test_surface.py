@@ -6,6 +6,7 @@ import re
 import pytest
 
 import safeload
+from safeload.expecting import Expectations
 
 PUBLIC = {
     # verbs
@@ -61,16 +62,23 @@ def test_load_takes_these_arguments() -> None:
         ("shardings", inspect.Parameter.KEYWORD_ONLY, None),
         ("memory_budget", inspect.Parameter.KEYWORD_ONLY, None),
         ("progress", inspect.Parameter.KEYWORD_ONLY, None),
+        ("expected", inspect.Parameter.VAR_KEYWORD, required),
     ]
+
+
+def test_what_a_manifest_can_be_held_against_is_a_closed_list() -> None:
+    assert set(Expectations.__annotations__) == {"pin", "model", "revision", "history", "purpose", "trust_pin"}
+    with pytest.raises(TypeError, match="skip"):
+        safeload.load("nowhere", manifest=b"", trust=[], skip=True)  # type: ignore[call-arg] # that is the claim
 
 
 @pytest.mark.parametrize("name", ["load", "scan", "sign", "verify"])
 def test_no_verb_takes_a_switch(name: str) -> None:
-    # `digests` of scan asks for more work, and weakens nothing.
+    # `digests` of scan and `blake3` of sign ask for more work, and weaken nothing.
     switches = [
         p.name for p in inspect.signature(getattr(safeload, name)).parameters.values() if isinstance(p.default, bool)
     ]
-    assert switches == (["digests"] if name == "scan" else [])
+    assert switches == {"scan": ["digests"], "sign": ["blake3"]}.get(name, [])
 
 
 def test_the_version_is_semantic() -> None:
