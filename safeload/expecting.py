@@ -122,8 +122,7 @@ class Expected:
                 "history": memory,
             },
             "trust": {"version": self.store.version, "sha256": self.store.sha256, "keys": len(self.store.keys)},
-            "time": format_instant(self.now),
-            "tool": {"name": "safeload", "version": __version__},
+            **run_facts(self.now),
         }
 
 
@@ -133,6 +132,11 @@ def _lies_in(path: str | Path, directory: str | Path) -> bool:
     except (OSError, ValueError, RuntimeError) as err:  # a loop of links is a RuntimeError up to Python 3.12
         message = f"cannot tell where the history {escape(str(path))} lies: {reason(err)}"
         raise ConfigError(message, hint="check the path") from err
+
+
+def run_facts(now: datetime) -> dict[str, Any]:
+    """Return what a report says of the run itself: when it was, and by what."""
+    return {"time": format_instant(now), "tool": {"name": "safeload", "version": __version__}}
 
 
 def evidence(trusted: TrustedManifest, now: datetime) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,7 +25,7 @@ from safeload.errors import (
     escape,
     reason,
 )
-from safeload.expecting import Expectations, Expected, evidence, hinted, mixture_hint
+from safeload.expecting import Expectations, Expected, evidence, hinted, mixture_hint, run_facts
 from safeload.manifest import TrustedManifest
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import Progress, Report
@@ -32,7 +33,9 @@ from safeload.scanning import admit, policy_facts, verify_files
 from safeload.sizes import parse_size
 from safeload.staging import stage
 from safeload.trust.dsse import MAX_ENVELOPE_BYTES
+from safeload.trust.oms import is_bundle
 from safeload.trust.store import Trust
+from safeload.verifying import parse_pin
 
 
 def load(
@@ -113,8 +116,13 @@ def load_host(
     """Return the trusted manifest, and what each file holds with every tensor as a `HostTensor`; see `load`."""
     rules = load_policy(policy)
     budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
-    expectation = Expected.of(directory, trust, **expected)
     envelope, source = read_manifest(manifest)
+    if is_bundle(envelope):
+        raise ConfigError(
+            f"{escape(source)} is a bundle, which lists no sizes and no tensors: it can be verified and not loaded",
+            hint="verify it, then `safeload sign` the directory with a key of your own, and load with that manifest",
+        )
+    expectation = Expected.of(directory, trust, **expected)
     trusted = expectation.verify(envelope, source)
     if lacking := expectation.lacking(trusted):
         raise PolicyError(*lacking)
@@ -144,8 +152,9 @@ def verify(
 
     Args:
         directory: Where the files are. Untrusted.
-        manifest: The signed manifest: a path, or the bytes of the envelope.
-        trust: Who may sign: a trust store, one or more public keys, or paths of either.
+        manifest: The signed manifest: a path, or the bytes of the envelope. A bundle of OpenSSF Model Signing will do.
+        trust: Who may sign: a trust store, one or more public keys, or paths of either; for a bundle also a path of
+            certificates of authorities.
         policy: What may be in the files.
         progress: Told how far it has come.
         **expected: What to hold the manifest against, as for `load`.
@@ -190,8 +199,11 @@ def _check(
 ) -> tuple[Report, type[RejectedError] | None]:
     """Return the report, and the class of error that its findings make, None where it is accepted."""
     rules = load_policy(policy)
-    expectation = Expected.of(directory, trust, **expected)
     envelope, source = read_manifest(manifest)
+    if is_bundle(envelope):
+        itself = manifest_in(directory, manifest, envelope)
+        return _check_bundle(directory, envelope, source, trust, rules, itself, progress, expected)
+    expectation = Expected.of(directory, trust, **expected)
     facts = {**policy_facts(rules), **expectation.facts()}
     try:
         trusted = expectation.verify(envelope, source)
@@ -211,6 +223,36 @@ def _check(
         except RollbackError as err:
             return replace(report, findings=err.findings), RollbackError
     return report, error
+
+
+def _check_bundle(  # noqa: PLR0917 - the parts of one call of `_check`
+    directory: str | Path,
+    bundle: bytes,
+    source: str,
+    trust: Trust,
+    rules: Policy,
+    itself: Mapping[str, bytes],
+    progress: Progress | None,
+    expected: Expectations,
+) -> tuple[Report, type[RejectedError] | None]:
+    """Do what `_check` does, for a bundle of OpenSSF Model Signing in the place of a manifest."""
+    from safeload.interchange import trusted_bundle, verify_bundle_files
+
+    if unknown := sorted(
+        name for name, value in expected.items() if value is not None and name not in {"pin", "model"}
+    ):
+        raise ConfigError(f"a bundle says nothing of {' or '.join(unknown)}", hint="leave it out, or sign a manifest")
+    pin, model = expected.get("pin"), expected.get("model")
+    if pin is not None:
+        parse_pin(pin)
+    now = datetime.now(UTC)
+    facts = {**policy_facts(rules), **run_facts(now)}
+    try:
+        trusted = trusted_bundle(bundle, source, trust, now=now, pin=pin, model=model)
+    except VerificationError as err:
+        return Report((), err.findings, facts), type(err)
+    report = verify_bundle_files(directory, trusted, policy=rules, ignore=itself, progress=progress)
+    return replace(report, facts={**facts, **report.facts}), _error_class(report)
 
 
 def _error_class(report: Report) -> type[RejectedError] | None:

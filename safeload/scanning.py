@@ -194,9 +194,9 @@ def admit(staged: StagedCheckpoint, *, policy: Policy) -> AdmittedCheckpoint:
     values: dict[str, Value] = {}
     refusals: list[RejectedError] = []
     for path, file in staged.files.items():
-        kind, parsed = _parse(MemorySource(file.view), path, policy)
+        kind, parsed = parse(MemorySource(file.view), path, policy)
         parsed = _check_against(file.entry, kind, parsed)
-        reports.append(_file_report(path, kind, file.view.nbytes, parsed, file.entry.sha256))
+        reports.append(file_report(path, kind, file.view.nbytes, parsed, file.entry.sha256))
         if parsed.refusal is not None:
             refusals.append(parsed.refusal)
         elif kind == "pickle":
@@ -230,7 +230,7 @@ def policy_facts(policy: Policy) -> dict[str, object]:
 # ---------------------------------------------------------------- one file
 
 
-def _parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
+def parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
     """Return the format of a file and what its parser says; the one place that picks the parser."""
     name = PurePosixPath(path).name
     inert = policy.files.inert_for(name)
@@ -246,7 +246,7 @@ def _parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
         # A pickle of protocol 0 is text as well, so this says what else it may be and decides nothing.
         hint = policy.admits_by("[[files.inert]]", f'patterns = ["{escape(name)}"], content = "text", and a reason')
         findings = (replace(finding, hint=f"if it is plain text, {hint}") for finding in parsed.refusal.findings)
-        parsed = _refused(parsed, FormatError(*findings))
+        parsed = refused(parsed, FormatError(*findings))
     if parsed.refusal is not None and parsed.refusal.findings[0].code in {"not-a-pickle", "empty-file"}:
         return "unknown", parsed
     if "pickle" not in policy.formats.allow:
@@ -255,7 +255,7 @@ def _parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
             f"policy {policy.name} does not allow pickles",
             hint='such a policy needs "pickle" in `allow` under [formats]',
         )
-        return "pickle", _refused(parsed, PolicyError(finding))
+        return "pickle", refused(parsed, PolicyError(finding))
     return "pickle", _check_shard(name, parsed, policy)
 
 
@@ -282,10 +282,11 @@ def _check_shard(name: str, parsed: Parsed, policy: Policy) -> Parsed:
         findings.append(
             Finding("shard-dtype", f"expected an array of {expected}, found {value.dtype}", offset=0, hint=hint)
         )
-    return _refused(parsed, PolicyError(*findings)) if findings else parsed
+    return refused(parsed, PolicyError(*findings)) if findings else parsed
 
 
-def _refused(parsed: Parsed, refusal: RejectedError) -> Parsed:
+def refused(parsed: Parsed, refusal: RejectedError) -> Parsed:
+    """Return what is left of a parsed file once it is refused."""
     return Parsed(globals=parsed.globals, refusal=refusal)
 
 
@@ -304,7 +305,7 @@ def _check_against(entry: FileEntry, kind: str, parsed: Parsed) -> Parsed:
         f"{len(parsed.tensors)}; or their types, places or globals differ",
         hint="the bytes are those that were signed, so the manifest was made by other rules; sign the directory again",
     )
-    return _refused(parsed, PolicyError(finding))
+    return refused(parsed, PolicyError(finding))
 
 
 def _facts(spec: TensorSpec) -> tuple[object, ...]:
@@ -328,7 +329,8 @@ def _signed_facts(tensor: ManifestTensor) -> tuple[object, ...]:
     return tensor.name, tensor.dtype, big, tensor.shape, tensor.order, *where
 
 
-def _file_report(path: str, kind: str, size: int | None, parsed: Parsed, sha256: str | None = None) -> FileReport:
+def file_report(path: str, kind: str, size: int | None, parsed: Parsed, sha256: str | None = None) -> FileReport:
+    """Return what a report says of a file, with a hint for each finding that has none."""
     refusal = parsed.refusal
     if refusal is None:
         return FileReport(path, kind, size, sha256, (), parsed.tensors, parsed.globals)
@@ -405,7 +407,7 @@ def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests) -> File
             blake3=wanted.blake3,
             advance=meter.advance,
         ) as stream:
-            kind, parsed = _parse(stream, job.shown, policy)
+            kind, parsed = parse(stream, job.shown, policy)
             sha256 = stream.finish() if wanted.file else None
             if wanted.payloads and parsed.refusal is None:
                 parsed = replace(parsed, tensors=tuple(_with_digest(spec, stream) for spec in parsed.tensors))
@@ -416,7 +418,7 @@ def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests) -> File
         return _unread(job, err if isinstance(err, FileSetError) else FileSetError(Finding("unreadable", err.message)))
     if job.entry is not None:
         parsed = _check_digest(job.entry, sha256, stream.size, _check_against(job.entry, kind, parsed))
-    report = _file_report(job.shown, kind, stream.size, parsed, sha256)
+    report = file_report(job.shown, kind, stream.size, parsed, sha256)
     if not (stream.chunk_digests or stream.blake3):
         return report
     return replace(report, chunks=b"".join(stream.chunk_digests) or None, blake3=stream.blake3)
@@ -437,7 +439,7 @@ def _check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parse
         hint="the file is not the one that was signed; fetch it again",
     )
     others = () if parsed.refusal is None else parsed.refusal.findings
-    return _refused(parsed, DigestMismatchError(finding, *others))
+    return refused(parsed, DigestMismatchError(finding, *others))
 
 
 def _with_digest(spec: TensorSpec, stream: StreamSource) -> TensorSpec:

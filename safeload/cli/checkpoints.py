@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -20,6 +20,9 @@ from safeload.rendering.text import shown
 from safeload.report import SCHEMA_VERSION, Report
 from safeload.sizes import human_size, parse_size
 
+if TYPE_CHECKING:
+    from safeload.trust.keys import SecretKey
+
 INSTALL_JAX = "install safeload with its extra `jax`: pip install '.[jax]' in its repository"
 
 _MIN_RATED_BYTES = 100_000_000
@@ -27,6 +30,9 @@ _MIN_RATED_BYTES = 100_000_000
 
 _NAME_EXAMPLES = {"--model": "--model xai-org/grok-1", "--revision": "--revision 2024-03-17"}
 
+_BUNDLE_MAY_BE_OLD = (
+    "a bundle has no version: an older one would be accepted too, unless --pin sha256:HEX names this one"
+)
 _MAY_BE_OLD = "an older manifest would be accepted too: --history FILE or --pin sha256:HEX rules that out"
 
 _NOT_VERIFIED = "scanned, not verified (no manifest): nothing is said about who made these files"
@@ -58,6 +64,9 @@ def sign(
     require: signatures.Require = None,
     blake3: signatures.Blake3 = False,
     payload_only: signatures.PayloadOnly = False,
+    form: Annotated[
+        Literal["safeload", "oms"], typer.Option("--format", help="a manifest, or a bundle of OpenSSF Model Signing")
+    ] = "safeload",
     policy: options.Policy = options.DEFAULT_POLICY_NAME,
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
@@ -72,6 +81,22 @@ def sign(
         raise ConfigError("expected either --key KEY or --payload-only", hint="say who signs: a key here, or elsewhere")
     keys = read_secret_keys(key or [], passphrase_file)
     expiry = signatures.parse_expiry(expires)
+    if form == "oms":
+        stated_too = [
+            revision != "unversioned",
+            version != 1,
+            layout,
+            epoch != 1,
+            expires,
+            kind != "inference",
+            require,
+        ]
+        if any(stated_too) or blake3 or len(keys) != 1:
+            raise ConfigError(
+                "a bundle is signed by one --key and says a --model and nothing else of a checkpoint",
+                hint="leave the other options out, or sign with --format safeload",
+            )
+        return _sign_bundle(out, directory, output, keys[0], model=model, policy=policy)
 
     from safeload import publishing
     from safeload.files import publish
@@ -109,6 +134,20 @@ def sign(
             f"safeload: note: {shown(str(output))} lies in the checkpoint, where no file but the listed ones and the "
             "manifest that is given with -m is allowed"
         )
+    return out.report(report, extra={"output": str(output)}, note=f"wrote     {shown(str(output))}")
+
+
+def _sign_bundle(out: Output, directory: Path, output: Path, key: SecretKey, *, model: str, policy: str) -> int:
+    from safeload.files import publish
+    from safeload.interchange import sign_bundle
+
+    try:
+        with out.progress() as progress:
+            bundle, report = sign_bundle(directory, key=key, model=model, policy=policy, progress=progress)
+    except RejectedError as err:
+        return out.report(Report((), err.findings), note="nothing was signed")
+    with claimed(output):
+        publish(output, bundle)
     return out.report(report, extra={"output": str(output)}, note=f"wrote     {shown(str(output))}")
 
 
@@ -170,7 +209,11 @@ def verify(
             trust_pin=trust_pin,
             progress=progress,
         )
-    return out.report(report, note=_freshness(report.facts["expected"]) if report.is_accepted else None)
+    if not report.is_accepted:
+        return out.report(report)
+    return out.report(
+        report, note=_freshness(report.facts["expected"]) if "expected" in report.facts else _BUNDLE_MAY_BE_OLD
+    )
 
 
 def _freshness(expected: Mapping[str, Any]) -> str | None:

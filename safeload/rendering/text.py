@@ -175,13 +175,25 @@ def _contents(file: FileReport) -> str:
 
 def _fact_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """What the run was held against, as far as the report knows it."""
-    policy, manifest = facts.get("policy"), facts.get("manifest")
+    policy, manifest, bundle = facts.get("policy"), facts.get("manifest"), facts.get("bundle")
     if isinstance(policy, Mapping):
         yield f"policy    {printable(str(policy.get('name')))}  sha256:{printable(str(policy.get('sha256')))}"
     if isinstance(manifest, Mapping):
         model, revision, sha256 = (printable(str(manifest.get(key))) for key in ("model", "revision", "sha256"))
         yield f"manifest  {model}, revision {revision}, version {manifest.get('version')}  sha256:{sha256}"
-        for signer in manifest.get("signers", ()):
-            if isinstance(signer, Mapping):
-                name = printable(str(signer.get("name") or ""))
-                yield f"signed by {f'{name}  ' if name else ''}keyid {printable(str(signer.get('keyid')))}"
+        yield from _signer_lines(manifest)
+    if isinstance(bundle, Mapping):
+        model, method, sha256 = (printable(str(bundle.get(key))) for key in ("model", "method", "sha256"))
+        yield f"bundle    {model}, signed by {method}  sha256:{sha256}"
+        yield from _signer_lines(bundle)
+        ignored = facts.get("ignored") or ()
+        if ignored:
+            names = ", ".join(shown(str(path)) for path in ignored[:MAX_LISTED_FILES])
+            yield f"ignored   {count(len(ignored), 'path')} that the signature leaves out, never opened: {names}"
+
+
+def _signer_lines(signed: Mapping[str, Any]) -> Iterator[str]:
+    for signer in signed.get("signers", ()):
+        if isinstance(signer, Mapping):
+            name = printable(str(signer.get("name") or ""))
+            yield f"signed by {f'{name}  ' if name else ''}keyid {printable(str(signer.get('keyid')))}"

@@ -14,7 +14,7 @@ import safeload
 from safeload import errors
 from safeload.formats import MemorySource
 from safeload.policy import Limits, Policy, load_policy
-from safeload.scanning import _parse
+from safeload.scanning import parse
 from tests.vectors.generate import FOLDER, vectors
 
 PACKAGE = Path(safeload.__file__).parent
@@ -41,7 +41,7 @@ def policy_of(header: dict[str, str]) -> Policy:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_vector_is_refused_for_its_cause_at_its_byte(path: Path) -> None:
     header, raw = read(path)
-    _, parsed = _parse(MemorySource(raw), header["file"], policy_of(header))
+    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header))
     assert parsed.refusal is not None
     first = parsed.refusal.findings[0]
     found = type(parsed.refusal).__name__, first.code, "-" if first.offset is None else str(first.offset)
@@ -52,7 +52,7 @@ def test_a_vector_is_refused_for_its_cause_at_its_byte(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_refusal_is_one_short_printable_sentence(path: Path) -> None:
     header, raw = read(path)
-    _, parsed = _parse(MemorySource(raw), header["file"], policy_of(header))
+    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header))
     assert parsed.refusal is not None
     for finding in parsed.refusal.findings:
         for text in (finding.message, finding.hint or ""):
@@ -85,7 +85,7 @@ def test_every_code_has_a_vector() -> None:
     for path in sorted((PACKAGE / "formats").rglob("*.py")):
         codes |= codes_in(ast.parse(path.read_text()))
     scanning = ast.parse((PACKAGE / "scanning.py").read_text())
-    parts = [n for n in scanning.body if isinstance(n, ast.FunctionDef) and n.name in {"_parse", "_check_shard"}]
+    parts = [n for n in scanning.body if isinstance(n, ast.FunctionDef) and n.name in {"parse", "_check_shard"}]
     assert len(parts) == 2
     codes |= {code for part in parts for code in codes_in(part)}
     # This one only ever follows 64 others, so no vector begins with it; `name-many` ends with it.
@@ -94,7 +94,7 @@ def test_every_code_has_a_vector() -> None:
 
 def test_findings_end_at_a_bound() -> None:
     header, raw = read(FOLDER / "name-many.vector")
-    _, parsed = _parse(MemorySource(raw), header["file"], policy_of(header))
+    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header))
     assert parsed.refusal is not None
     assert [f.code for f in parsed.refusal.findings] == ["global-not-allowed"] * 64 + ["too-many-findings"]
 
@@ -104,7 +104,7 @@ def test_every_limit_has_a_vector_and_is_named_where_it_is_met() -> None:
     for path in FILES:
         header, raw = read(path)
         if header["code"] == "limit-exceeded":
-            _, parsed = _parse(MemorySource(raw), header["file"], policy_of(header))
+            _, parsed = parse(MemorySource(raw), header["file"], policy_of(header))
             assert parsed.refusal is not None
             named |= set(re.findall(r"`(max_\w+)`", parsed.refusal.findings[0].hint or ""))
     assert named == set(Limits.model_fields)

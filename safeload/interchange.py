@@ -1,0 +1,143 @@
+"""Interchange: directories that are signed by a bundle of OpenSSF Model Signing, verified and written.
+
+A bundle lists names and digests, and no sizes, tensors, revision or version. So it can be verified, and a directory can
+be scanned while its bytes are compared; but to load one, sign a manifest of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from safeload.comparing import ComparedFile, compare_files
+from safeload.errors import ConfigError, DigestMismatchError, FileSetError, PolicyError, escape, reason
+from safeload.formats import Parsed
+from safeload.oms import OmsManifest, verify_bundle, write_bundle
+from safeload.policy import DEFAULT_POLICY, Policy, load_policy
+from safeload.report import FileReport, Progress, Report
+from safeload.scanning import file_report, parse, policy_facts, refused, scan
+from safeload.trust.certificates import CertificateRoots
+from safeload.trust.store import Trust, load_trust
+
+if TYPE_CHECKING:
+    from safeload.trust.keys import SecretKey
+
+_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
+
+
+def trusted_bundle(
+    bundle: bytes, source: str, trust: Trust, *, now: datetime, pin: str | None, model: str | None
+) -> OmsManifest:
+    """Prove that a trusted key or certificate signed a bundle; see `verify_bundle`, whose errors it raises.
+
+    Args:
+        bundle: As it was read once from wherever it lay.
+        source: What to call it in findings.
+        trust: As `load` takes it; a file of PEM certificates names authorities whose certificates may sign.
+        now: The moment at which keys and certificates must be valid.
+        pin: The digest of the one statement that is accepted.
+        model: The name that it must state.
+    """
+    items = [trust] if isinstance(trust, str | Path) or not isinstance(trust, Sequence) else list(trust)
+    certificates = {item: pem for item in items if isinstance(item, str | Path) and (pem := _certificates(item))}
+    others = [item for item in items if not isinstance(item, str | Path) or item not in certificates]
+    roots = CertificateRoots.from_pem(b"\n".join(certificates.values())) if certificates else None
+    store = load_trust(others) if others or roots is None else None
+    return verify_bundle(bundle, store, roots=roots, now=now, pin=pin, model=model, source=source)
+
+
+def _certificates(path: str | Path) -> bytes | None:
+    """Return what a trust file holds if it holds certificates, None otherwise; `load_trust` reads all others."""
+    try:
+        with Path(path).open("rb") as file:
+            head = file.read(1 << 20)
+    except (OSError, ValueError) as err:
+        message = f"cannot read trust file {escape(str(path))}: {reason(err)}"
+        raise ConfigError(message, hint="check the path") from err
+    return head if head.lstrip().startswith(_CERTIFICATE) else None
+
+
+def verify_bundle_files(
+    directory: str | Path,
+    bundle: OmsManifest,
+    *,
+    policy: Policy,
+    ignore: Mapping[str, bytes] = MappingProxyType({}),
+    progress: Progress | None = None,
+) -> Report:
+    """Hold a directory against a trusted bundle: the file set, each digest, and what the policy allows.
+
+    Every file is read once, and the bytes that are parsed are the bytes that are hashed.
+
+    Args:
+        directory: Where the files are, or the one file that was signed. Untrusted.
+        bundle: What should be there.
+        policy: What is allowed, signed or not.
+        ignore: Files that may lie there unsigned, with exactly these bytes: the bundle itself.
+        progress: Told of the bytes that were hashed.
+
+    Raises:
+        StagingError: The directory could not be opened.
+    """
+    found = compare_files(
+        Path(directory), bundle, look=lambda source, path: parse(source, path, policy), ignore=ignore, progress=progress
+    )
+    files = tuple(_report(file) for file in found.files)
+    facts = {**policy_facts(policy), **_bundle_facts(bundle), "ignored": list(found.ignored)}
+    return Report(files, found.findings, facts)
+
+
+def _report(file: ComparedFile[tuple[str, Parsed]]) -> FileReport:
+    kind, parsed = file.looked or ("unknown", Parsed())
+    if file.findings:
+        error = DigestMismatchError if file.looked else FileSetError
+        others = () if parsed.refusal is None else parsed.refusal.findings
+        parsed = refused(parsed, error(*file.findings, *others))
+    return file_report(file.path, kind, file.size, parsed, file.sha256)
+
+
+def _bundle_facts(bundle: OmsManifest) -> dict[str, Any]:
+    signer = bundle.signer
+    return {
+        "bundle": {
+            "format": "oms",
+            "sha256": bundle.sha256,
+            "model": bundle.name,
+            "method": signer.method,
+            "signers": [{"name": signer.name, "keyid": signer.keyid}],
+        }
+    }
+
+
+def sign_bundle(
+    directory: str | Path,
+    *,
+    key: SecretKey,
+    model: str,
+    policy: str | Path | Policy = DEFAULT_POLICY,
+    progress: Progress | None = None,
+) -> tuple[bytes, Report]:
+    """Sign a directory as a bundle that `model_signing verify key` accepts, and return it with the report.
+
+    Args:
+        directory: The model.
+        key: An ECDSA key; the format has no Ed25519.
+        model: What to call the model; informational in this format.
+        policy: What may be in the files. A directory that it refuses is not signed.
+        progress: Told how far it has come.
+
+    Raises:
+        PolicyError: The policy refuses a file; every finding is in it.
+        ManifestError: A path cannot stand in a bundle.
+        ConfigError: The key is of another kind, or another argument is wrong.
+        StagingError: The directory cannot be read.
+    """
+    rules = load_policy(policy)
+    report = scan([directory], policy=rules, digests=True, progress=progress)
+    if not report.is_accepted:
+        raise PolicyError(*report.all_findings)
+    listed = [(Path(file.path).relative_to(directory).as_posix(), str(file.sha256)) for file in report.files]
+    return write_bundle(listed, key, model), report

@@ -1,0 +1,109 @@
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from safeload import loading
+from safeload.cli import main
+from safeload.errors import ConfigError, DigestMismatchError, FileSetError, PolicyError, SignatureError
+from safeload.interchange import sign_bundle, trusted_bundle
+from safeload.trust.keys import SecretKey
+from tests.simulator import pickled
+
+KEY = SecretKey.generate("ecdsa-p256")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "weights.pkl").write_bytes(pickled({"w": np.arange(6.0, dtype=np.float32)}))
+    (folder / "config.json").write_bytes(b'{"layers": 1}')
+    return folder
+
+
+@pytest.fixture
+def bundle(model: Path) -> bytes:
+    return sign_bundle(model, key=KEY, model="model")[0]
+
+
+def test_a_bundle_is_taken_in_the_place_of_a_manifest(model: Path, bundle: bytes) -> None:
+    report = loading.verify(model, manifest=bundle, trust=KEY.public)
+    assert [(file.path, file.verdict) for file in report.files] == [
+        ("config.json", "accepted"),
+        ("weights.pkl", "accepted"),
+    ]
+    assert report.facts["bundle"]["signers"] == [{"name": "", "keyid": KEY.public.keyid}]
+
+
+def test_each_damage_is_refused_by_its_own_name(model: Path, bundle: bytes) -> None:
+    (model / "config.json").write_bytes(b'{"layers": 2}')
+    with pytest.raises(DigestMismatchError):
+        loading.verify(model, manifest=bundle, trust=KEY.public)
+    (model / "config.json").unlink()
+    (model / "extra.json").write_bytes(b"{}")
+    with pytest.raises(FileSetError) as refused:
+        loading.verify(model, manifest=bundle, trust=KEY.public)
+    assert [(f.file, f.code) for f in refused.value.findings] == [
+        ("config.json", "missing-file"),
+        ("extra.json", "unlisted-file"),
+    ]
+
+
+def test_a_signature_of_another_key_is_refused(model: Path, bundle: bytes) -> None:
+    with pytest.raises(SignatureError):
+        loading.verify(model, manifest=bundle, trust=SecretKey.generate("ecdsa-p256").public)
+
+
+def test_the_policy_holds_though_the_files_are_signed(model: Path, bundle: bytes) -> None:
+    assert loading.check(model, manifest=bundle, trust=KEY.public, policy="grok-1").verdict == "rejected"
+    (model / "evil.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(PolicyError):
+        sign_bundle(model, key=KEY, model="model")
+
+
+def test_a_pin_and_a_model_are_held_and_the_rest_is_refused(model: Path, bundle: bytes) -> None:
+    signed = trusted_bundle(bundle, "b", KEY.public, now=datetime.now(UTC), pin=None, model=None)
+    pin = f"sha256:{signed.sha256}"
+    assert loading.verify(model, manifest=bundle, trust=KEY.public, pin=pin, model="model").is_accepted
+    other = loading.check(model, manifest=bundle, trust=KEY.public, pin="sha256:" + "0" * 64)
+    assert [f.code for f in other.findings] == ["pin-mismatch"]
+    other = loading.check(model, manifest=bundle, trust=KEY.public, model="another")
+    assert [f.code for f in other.findings] == ["model-mismatch"]
+    with pytest.raises(ConfigError, match="nothing of revision"):
+        loading.verify(model, manifest=bundle, trust=KEY.public, revision="r1")
+
+
+def test_a_bundle_cannot_be_loaded(model: Path, bundle: bytes) -> None:
+    with pytest.raises(ConfigError, match="verified and not loaded"):
+        loading.load(model, manifest=bundle, trust=KEY.public)
+
+
+def test_the_command_signs_and_verifies_a_bundle(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "k"
+    assert main(["keygen", "-o", str(key), "--kind", "ecdsa-p256", "--no-passphrase"]) == 0
+    sign = ["sign", str(model), "--key", str(key), "-o", str(tmp_path / "b.sig"), "--format", "oms"]
+    assert main(sign) == 0
+    verify = ["verify", str(model), "-m", str(tmp_path / "b.sig"), "--trust", f"{key}.pub"]
+    capsys.readouterr()
+    assert main([*verify, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["verdict"], shown["bundle"]["method"], shown["ignored"]) == ("accepted", "key", [])
+    assert main(verify) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("a bundle has no version")
+    assert lines[-1] == "accepted"
+    assert main([*sign[:-2], "--revision", "r1", "--format", "oms"]) == 2
+
+
+def test_certificates_are_told_from_keys_by_their_content(bundle: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        trusted_bundle(bundle, "b", tmp_path / "none", now=datetime.now(UTC), pin=None, model=None)
+    pem = tmp_path / "ca.crt"
+    pem.write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    with pytest.raises(ConfigError):
+        trusted_bundle(bundle, "b", pem, now=datetime.now(UTC), pin=None, model=None)
