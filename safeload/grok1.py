@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from safeload import loading
 from safeload.decoding import HostTensor
 from safeload.errors import ConfigError, Finding, PolicyError, ShardingError, escape
+from safeload.expecting import Expectations
 from safeload.formats.pickles.writing import shard_layout
 from safeload.policy import Policy
 from safeload.records import QuantizedWeight8bit, Record
-from safeload.trust.store import Trust, load_trust
-from safeload.verifying import verify_manifest
+from safeload.trust.store import Trust
 
 if TYPE_CHECKING:
     from safeload.assembling import Mesh
@@ -221,6 +221,7 @@ def restore(  # noqa: PLR0917 - the published signature
     policy: str | Path | Policy = "grok-1",
     memory_budget: int | str | None = None,
     quantized_class: type[Any] | None = None,
+    **expected: Unpack[Expectations],
 ) -> Any:
     """Return the training state of a checkpoint whose every byte a trusted key signed, as global `jax.Array`s.
 
@@ -245,6 +246,7 @@ def restore(  # noqa: PLR0917 - the published signature
         memory_budget: The most bytes to stage; see `load`.
         quantized_class: The class for a quantised weight, called with `weight` and `scales` and known to JAX as a
             pytree; by default that of `safeload.records`.
+        **expected: What to hold the manifest against, as for `load`: a pin, a history, a revision.
 
     Raises:
         PolicyError: The files are not the tensors of this state: a finding for each one that is missing, unexpected,
@@ -280,26 +282,23 @@ def restore(  # noqa: PLR0917 - the published signature
     _require_equal_names(names, specs)
     shardings = [assembling.fit(mesh, specs[name], path=name, shape=tuple(leaf.shape)) for name, leaf in leaves]
 
-    envelope, source = loading.read_manifest(manifest)
-    entries = verify_manifest(envelope, load_trust(trust), source=source).manifest.by_path
+    held = loading.hold(checkpoint_path, manifest=manifest, trust=trust, **expected)
+    entries = held.trusted.manifest.by_path
     prefix = f"{CHECKPOINT_FOLDER}/"
     if not any(path.startswith(prefix) for path in entries):
         checkpoint_path, prefix = Path(checkpoint_path) / CHECKPOINT_FOLDER, ""
     files = [prefix + shard_file(index) for index in range(len(leaves))]
-    expected = dict(zip(files, leaves, strict=True))
+    wanted = dict(zip(files, leaves, strict=True))
     # Once by the manifest's word, so that hundreds of gigabytes are not read for nothing, and once by the files' own.
     promised = {
         path: _Held(entry.parameter, {t.name: (t.dtype, t.shape) for t in entry.tensors})
         for path, entry in entries.items()
         if entry.tensors
     }
-    _require_no_differences(expected, promised)
-    trusted, loaded = loading.load_host(
-        checkpoint_path, manifest=manifest, trust=trust, policy=policy, memory_budget=memory_budget
-    )
-    entries = trusted.manifest.by_path
+    _require_no_differences(wanted, promised)
+    loaded = loading.load_held(checkpoint_path, held, policy=policy, memory_budget=memory_budget)
     _require_no_differences(
-        expected, {path: _Held(entries[path].parameter, _tensors(value)) for path, value in loaded.items()}
+        wanted, {path: _Held(entries[path].parameter, _tensors(value)) for path, value in loaded.items()}
     )
 
     arrays = assembling.assemble([loaded[file] for file in files], shardings)

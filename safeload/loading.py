@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Unpack
@@ -114,8 +114,31 @@ def load_host(
     **expected: Unpack[Expectations],
 ) -> tuple[TrustedManifest, Mapping[str, Any]]:
     """Return the trusted manifest, and what each file holds with every tensor as a `HostTensor`; see `load`."""
-    rules = load_policy(policy)
-    budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    held = hold(directory, manifest=manifest, trust=trust, **expected)
+    return held.trusted, load_held(directory, held, policy=policy, memory_budget=memory_budget, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A manifest that met everything that was expected of it, before any file was read.
+
+    Attributes:
+        trusted: The manifest, and who signed it.
+        expectation: What it was held against, and what has to learn of it once all of it is loaded.
+        manifest: What the caller gave: a path or the envelope.
+        envelope: What was read of it.
+    """
+
+    trusted: TrustedManifest
+    expectation: Expected
+    manifest: str | Path | bytes
+    envelope: bytes
+
+
+def hold(
+    directory: str | Path, *, manifest: str | Path | bytes, trust: Trust, **expected: Unpack[Expectations]
+) -> Held:
+    """Verify a manifest and hold it against what is expected of it; the first half of `load_host`."""
     envelope, source = read_manifest(manifest)
     if is_bundle(envelope):
         raise ConfigError(
@@ -126,14 +149,29 @@ def load_host(
     trusted = expectation.verify(envelope, source)
     if lacking := expectation.lacking(trusted):
         raise PolicyError(*lacking)
-    itself = manifest_in(directory, manifest, envelope)
+    return Held(trusted, expectation, manifest, envelope)
+
+
+def load_held(
+    directory: str | Path,
+    held: Held,
+    *,
+    policy: str | Path | Policy,
+    memory_budget: int | str | None,
+    progress: Progress | None = None,
+) -> Mapping[str, Any]:
+    """Stage, admit and decode what a manifest lists; the second half of `load_host`."""
+    rules = load_policy(policy)
+    budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    trusted = held.trusted
+    itself = manifest_in(directory, held.manifest, held.envelope)
     try:
         staged = stage(directory, trusted, memory_budget=budget, progress=progress, ignore=itself)
     except (DigestMismatchError, FileSetError) as err:
         raise type(err)(*hinted(err.findings, mixture_hint(err.findings, trusted))) from err
     tree = decode(admit(staged, policy=rules))
-    expectation.record(trusted)
-    return trusted, tree
+    held.expectation.record(trusted)
+    return tree
 
 
 def verify(

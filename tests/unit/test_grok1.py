@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from safeload.errors import ConfigError, DigestMismatchError, PolicyError, RejectedError, ShardingError, SignatureError
+from safeload.errors import (
+    ConfigError,
+    DigestMismatchError,
+    ManifestError,
+    PolicyError,
+    RejectedError,
+    ShardingError,
+    SignatureError,
+)
 from safeload.grok1 import GrokConfig, name_shards, parameter_names, restore, shard_file, shard_table
 from safeload.publishing import sign
 from safeload.records import QuantizedWeight8bit, Record
@@ -612,3 +620,9 @@ def test_two_leaves_of_one_name_are_refused(restored: Restore) -> None:
             state_shapes={"a": {"b": leaf}, "a/b": leaf},
             state_sharding={"a": {"b": spec}, "a/b": spec},
         )
+
+
+def test_a_restore_can_be_held_to_one_manifest(restored: Restore) -> None:
+    with pytest.raises(ManifestError) as refused:
+        restored(pin="sha256:" + "0" * 64)
+    assert [finding.code for finding in refused.value.findings] == ["pin-mismatch"]
