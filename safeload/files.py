@@ -27,8 +27,8 @@ MAX_DEPTH = 64
 MAX_ENTRIES = 1_000_000
 """Most directory entries that a walk looks at: a thousand times the files of Grok-1, and some 400 MB of our memory."""
 
-MAX_CACHED_DIRECTORIES = 64
-"""Directory descriptors that a `Root` keeps open; a process often may hold no more than 1024 in all."""
+MAX_CACHED_DIRECTORIES = 16
+"""Directory descriptors that a `Root` keeps open beside its own; some systems let a process hold 256 in all."""
 
 WINDOW_BYTES = 128 * 1024
 """Bytes behind its position that a hashing source can still serve: two of the 64 KiB windows that parsers read."""

@@ -27,6 +27,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     Strict,
     StringConstraints,
@@ -69,6 +70,12 @@ _SHA256_BYTES: Final = 32
 
 _MAX_DEPTH: Final = 16
 """Statement, predicate, files, file, tensors, tensor, shape make seven."""
+
+_BLANK: Final = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""What shows nothing and `str.isprintable` lets pass, so that two paths could look the same: the marks and letters that
+have Default_Ignorable_Code_Point (Unicode, DerivedCoreProperties.txt), and the blank of Braille."""
 
 _DRIVE: Final = re.compile(r"[A-Za-z]:")
 
@@ -119,19 +126,22 @@ _MODEL_NAMES: Final[tuple[tuple[Role, re.Pattern[str]], ...]] = (
 
 
 def check_path(path: str) -> None:
-    """Return if `path` names the same file below a directory on every file system, and no other.
+    """Return if `path` names one file below a directory wherever safeload runs, and shows as it is.
+
+    Names to which only Windows gives a meaning, such as `NUL` or `a:b`, are names like others.
 
     Args:
         path: Relative, with `/` between its components.
 
     Raises:
         ValueError: It is empty, absolute, not NFC or too long or deep; it has a backslash, a drive, or a character that
-            cannot be seen (controls, bidirectional marks, odd spaces, unpaired surrogates); or a component that is
-            empty, `.`, `..` or `.git`, or ends in a dot or a space.
+            cannot be seen (controls, bidirectional marks, odd spaces, unpaired surrogates, variation selectors and
+            others that are ignored where text is shown); or a component that is empty, `.`, `..` or `.git`, or ends in
+            a dot or a space.
     """
     if len(path) <= MAX_PATH_BYTES and _PLAIN_PATH.fullmatch(path):
         return
-    if not path.isprintable():
+    if not path.isprintable() or _BLANK.search(path):
         raise ValueError("a path has a character that cannot be shown")
     if not unicodedata.is_normalized("NFC", path):
         raise ValueError("a path is not in Unicode normalization form C")
@@ -228,6 +238,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=strict_json.MAX_INTEGER)]
 Ordinal = Annotated[int, Field(ge=1, le=strict_json.MAX_INTEGER)]
 DTypeName = Literal[tuple(DTYPE_ITEMSIZE)]  # type: ignore[valid-type] # one table of dtypes, not a second list
 _Lax = Field(strict=False)  # JSON has lists, a frozen model has tuples; what is in them stays strict
+_First = FailFast()  # one thing that is wrong in a list is told, and a million are not collected
 
 
 class _Model(BaseModel):
@@ -254,7 +265,7 @@ class ManifestTensor:
 
     name: Text
     dtype: DTypeName  # type: ignore[valid-type] # see DTypeName
-    shape: Annotated[tuple[Count, ...], _Lax, Field(max_length=MAX_RANK)]
+    shape: Annotated[tuple[Count, ...], _Lax, _First, Field(max_length=MAX_RANK)]
     order: Literal["C", "F"]
     offset: Count
     nbytes: Count
@@ -316,8 +327,8 @@ class FileEntry:
     format: Literal["pickle", "json", "text", "opaque"]
     role: Role
     parameter: NonEmptyText | None = None
-    tensors: Annotated[tuple[ManifestTensor, ...], _Lax] = ()
-    globals: Annotated[tuple[NonEmptyText, ...], _Lax] = ()
+    tensors: Annotated[tuple[ManifestTensor, ...], _Lax, _First] = ()
+    globals: Annotated[tuple[NonEmptyText, ...], _Lax, _First] = ()
 
     @property
     def chunk_digests(self) -> tuple[bytes, ...]:
@@ -383,7 +394,7 @@ class Manifest(_Model):
     """
 
     spec: Literal["1.0"]
-    crit: Annotated[tuple[NonEmptyText, ...], _Lax] = ()
+    crit: Annotated[tuple[NonEmptyText, ...], _Lax, _First] = ()
     stream: Label
     revision: Label
     epoch: Ordinal = 1
@@ -392,10 +403,10 @@ class Manifest(_Model):
     expires: Instant | None = None
     previous: Sha256 | None
     kind: RestoreKind = "inference"
-    requires: Annotated[tuple[Role, ...], _Lax] = ()
+    requires: Annotated[tuple[Role, ...], _Lax, _First] = ()
     hash: Hashing | None = None
     totals: Totals
-    files: Annotated[tuple[FileEntry, ...], _Lax, Field(min_length=1, max_length=MAX_FILES)]
+    files: Annotated[tuple[FileEntry, ...], _Lax, _First, Field(min_length=1, max_length=MAX_FILES)]
     tool: Tool
 
     @model_validator(mode="after")
@@ -562,7 +573,7 @@ class _Subject(_Model):
 
 class _Statement(_Model):
     type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
-    subject: Annotated[tuple[_Subject, ...], _Lax, Field(min_length=1, max_length=1)]
+    subject: Annotated[tuple[_Subject, ...], _Lax, _First, Field(min_length=1, max_length=1)]
     predicateType: Literal["https://safeload.dev/manifest/v1"]  # noqa: N815 - the field's name in the file
     predicate: Manifest
 

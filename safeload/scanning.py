@@ -74,7 +74,7 @@ def scan(
         paths: Files and directories. A directory is walked whole, hidden files included; links below it are refused.
         policy: What is allowed: a shipped policy's name, a path to your own, or a `Policy`.
         digests: Whether to add the SHA-256 of each file and of each tensor's value.
-        progress: Told of the bytes that were dealt with.
+        progress: Told of the bytes that were dealt with; of many directories, a few at a time.
 
     Returns:
         The report. Nothing is raised for what is found: look at its `verdict`, or `is_accepted`.
@@ -127,21 +127,34 @@ _NO_DIGESTS: Final = _Digests()
 _DIGESTS: Final = _Digests(file=True, payloads=True)
 _FILE_DIGEST: Final = _Digests(file=True)
 
+_MAX_ROOTS: Final = 8
+"""Directories that arguments name or lie in, held open at one time; each keeps up to 16 more descriptors."""
+
 
 def _scan(
     paths: str | Path | Sequence[str | Path], policy: str | Path | Policy, progress: Progress | None, wanted: _Digests
 ) -> Report:
     rules = load_policy(policy)
     with ExitStack() as stack:
-        jobs: list[_Job] = []
+        files: list[FileReport] = []
         findings: list[Finding] = []
+        jobs: list[_Job] = []
+        roots: dict[str, Root] = {}
         for path in [paths] if isinstance(paths, str | Path) else paths:
-            found = list(_walk_argument(str(path), stack))
+            directory, name, size = _locate(str(path))
+            if directory not in roots:
+                if len(roots) == _MAX_ROOTS:
+                    files += _run(jobs, rules, progress, wanted)
+                    jobs, roots = [], {}
+                    stack.close()
+                roots[directory] = stack.enter_context(Root(directory))
+            root = roots[directory]
+            found = [_Job(str(path), name, size, root)] if name else list(_walk(str(path), root))
             if not found:
                 message = "expected files, found an empty directory"
                 findings.append(Finding("nothing-to-scan", message, file=str(path), hint="check the path"))
             jobs += found
-        files = _run(jobs, rules, progress, wanted)
+        files += _run(jobs, rules, progress, wanted)
     return Report(tuple(files), tuple(findings), policy_facts(rules))
 
 
@@ -363,8 +376,8 @@ class _Job:
     finding: Finding | None = None
 
 
-def _walk_argument(path: str, stack: ExitStack) -> Iterator[_Job]:
-    """Yield a job for each file that one argument of the command stands for."""
+def _locate(path: str) -> tuple[str, str, int]:
+    """Return the directory to hold open for an argument, and name and size of the file in it; no name for all of it."""
     try:
         # The user named this, so a link to it is followed; nothing below a directory is.
         status = os.stat(path)
@@ -372,12 +385,14 @@ def _walk_argument(path: str, stack: ExitStack) -> Iterator[_Job]:
     except (OSError, ValueError) as err:
         raise ConfigError(f"cannot look at {escape(path)}: {reason(err)}", hint="check the path") from err
     if stat.S_ISDIR(status.st_mode):
-        root = stack.enter_context(Root(path))
-        for walked in root.walk():
-            yield _Job(os.path.join(path, walked.path), walked.path, walked.size, root, finding=walked.finding)
-        return
-    root = stack.enter_context(Root(os.path.dirname(target)))
-    yield _Job(path, os.path.basename(target), status.st_size, root)
+        return path, "", 0
+    return os.path.dirname(target), os.path.basename(target), status.st_size
+
+
+def _walk(directory: str, root: Root) -> Iterator[_Job]:
+    for walked in root.walk():
+        shown = os.path.join(directory, walked.path)
+        yield _Job(shown, walked.path, walked.size, root, finding=walked.finding)
 
 
 def _run(jobs: Sequence[_Job], policy: Policy, progress: Progress | None, wanted: _Digests) -> list[FileReport]:

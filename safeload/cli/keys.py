@@ -54,6 +54,10 @@ def keygen(
     out = Output(json=json, verbose=verbose)
     if no_passphrase and passphrase_file is not None:
         raise ConfigError("--no-passphrase and --passphrase-file exclude each other")
+    if not output.name:
+        raise ConfigError(
+            f"-o: expected the name of a file, found {escape(str(output))}", hint="name one, such as -o publisher.key"
+        )
     public_path = output.with_name(output.name + ".pub")
     for path in (output, public_path):
         require_absent(path)

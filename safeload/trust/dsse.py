@@ -16,10 +16,6 @@ MAX_ENVELOPE_BYTES = 64 * 1024 * 1024
 MAX_SIGNATURES = 256
 """Most signatures in one envelope: each may have to be tried against every trusted key."""
 
-MAX_HASHED_BYTES = 2 * 1024**3
-"""Most bytes to hash so as to try each signature once: length of the payload times signatures, 32 on the longest one.
-Ed25519 hashes the message anew for each signature (RFC 8032, 5.1.7); anybody can add more, and 2 GiB take seconds."""
-
 _MAX_DEPTH = 16
 """Envelope, list, signature make three; the rest is room for fields of others, which are ignored."""
 
@@ -62,8 +58,7 @@ class Envelope:
         """Return the envelope in `data`; fields that DSSE does not define are ignored, as it asks.
 
         Raises:
-            ManifestError: It is too long, no strict JSON, no envelope, has more than `MAX_SIGNATURES`, or more than its
-                payload's length allows (`MAX_HASHED_BYTES`).
+            ManifestError: It is too long, no strict JSON, no envelope, or has more than `MAX_SIGNATURES`.
             SignatureError: Its list of signatures is empty.
         """
         try:
@@ -91,18 +86,8 @@ class Envelope:
                     hint="take out the signatures of keys that you do not trust: they prove nothing",
                 )
             )
-        payload = _base64_field(value, "payload")
-        if len(signatures) * len(payload) > MAX_HASHED_BYTES:
-            raise ManifestError(
-                Finding(
-                    "too-much-to-hash",
-                    f"expected up to {MAX_HASHED_BYTES // len(payload)} signatures on {len(payload):,} bytes, "
-                    f"found {len(signatures)}",
-                    hint="take out the signatures of keys that you do not trust: they prove nothing",
-                )
-            )
         return cls(
-            payload=payload,
+            payload=_base64_field(value, "payload"),
             payload_type=_text_field(value, "payloadType"),
             signatures=tuple(_signature(entry) for entry in signatures),
         )

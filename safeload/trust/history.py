@@ -55,7 +55,9 @@ def format_instant(time: datetime) -> str:
 
 
 _Instant = Annotated[
-    str, StringConstraints(pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$"), AfterValidator(_real_instant)
+    str,
+    StringConstraints(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$"),
+    AfterValidator(_real_instant),
 ]
 _Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _Stream = Annotated[str, StringConstraints(min_length=1, max_length=255)]

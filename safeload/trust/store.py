@@ -51,6 +51,13 @@ MAX_TRUST_FILE_BYTES: Final = 2 * MAX_TRUST_BYTES
 MAX_ROOT_KEYS: Final = 32
 """Most root keys. Each of 256 signatures that fit none may be tried against all; people who can meet are fewer."""
 
+MAX_HASHED_BYTES: Final = 2 * 1024**3
+"""Most bytes that are hashed to find whose the signatures of one envelope are: anybody can add some, and each is tried
+with one trusted key after another. Ed25519 hashes the message anew each time (RFC 8032, 5.1.7); 2 GiB take seconds."""
+
+_TRY_BYTES: Final = 64 * 1024
+"""What the arithmetic of one signature counts for beside them: 100 microseconds, in which as many bytes are hashed."""
+
 MAX_HOPS: Final = 256
 """Most versions of one update: one a day for most of a year."""
 
@@ -411,17 +418,33 @@ def _successor(old: TrustStore, data: bytes, now: datetime) -> TrustStore:
 def fitting_keys(envelope: Envelope, keys: Mapping[str, PublicKey]) -> dict[str, PublicKey]:
     """Return the keys of which at least one signature fits, by keyid, in the order of the signatures.
 
-    Signatures that fit none are ignored (DSSE): anybody can add one, and it must not make a good envelope a bad one.
+    Signatures that fit none are ignored (DSSE): anybody can add one, and it must not make a good envelope a bad one, as
+    long as there is an end to trying them.
 
     Args:
         envelope: What was signed.
         keys: Whom to look for, by keyid: distinct ones, as a keyid is the digest of the key.
+
+    Raises:
+        ManifestError: "too-much-to-hash": what `MAX_HASHED_BYTES` allow was tried, and signatures are left.
     """
     message = envelope.signed_bytes
+    limit = MAX_HASHED_BYTES // (len(message) + _TRY_BYTES)
+    n_tries = 0
     found: dict[str, PublicKey] = {}
-    for signature in envelope.signatures:
+    for signature in {each.sig: each for each in envelope.signatures}.values():
         # The hinted key first; the hint itself proves nothing, and a wrong one does no harm.
         for keyid in sorted(keys, key=signature.keyid.__ne__):
+            if n_tries == limit:
+                raise ManifestError(
+                    Finding(
+                        "too-much-to-hash",
+                        f"expected to know whose {len(envelope.signatures)} signatures on {len(message):,} bytes are "
+                        f"after trying keys {limit:,} times, found more to try",
+                        hint="take out the signatures of keys that you do not trust: they prove nothing",
+                    )
+                )
+            n_tries += 1
             if _fits(keys[keyid], signature.sig, message):
                 found[keyid] = keys[keyid]
                 break

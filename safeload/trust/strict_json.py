@@ -15,11 +15,26 @@ MAX_INTEGER = 2**53
 MAX_VALUES = 10_000_000
 """Values a document. An empty list costs two bytes of text and 64 of memory, so bytes alone do not bound memory."""
 
+MAX_KEYS = 16_384
+"""Keys an object; ours have a dozen, or up to 10,000 streams. A schema complains of each that it does not know, in some
+kilobyte of memory."""
+
+MAX_WIDE_BYTES = 16 * 1024 * 1024
+"""Longest document with a character beyond U+FFFF: Python holds each other one of the same text in four bytes then."""
+
+_PIECE_BYTES = 1024 * 1024
+"""How much is split at its quotes at one time: what `bytes.split` returns takes up to 30 times as much memory."""
+
 _LONG_STRING = 1024
 """Bytes between two quotes, on average, from which on it is faster to look for quotes than at every byte."""
 
-_ESCAPE_PAIR = re.compile(rb"\\.", re.DOTALL)
+_ESCAPED_BACKSLASH = rb"\\"
+_ESCAPED_QUOTE = rb"\""
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]", re.DOTALL)
+"""Half a pair, in text without escaped backslashes: a first half before no second, or a second behind no first."""
+_LEADS_OF_WIDE = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
+"""What the UTF-8 of a character beyond U+FFFF begins with (RFC 3629, 3)."""
 _LONG_NUMBER = re.compile(rb"[0-9]{%d,}" % len(str(MAX_INTEGER)))
 _DIGITS = b"0123456789"
 _STRUCTURE = b'"[]{},:'
@@ -40,7 +55,8 @@ class _RefusedError(ValueError):
 def loads(data: bytes, *, max_bytes: int, max_depth: int, max_values: int = MAX_VALUES) -> object:
     """Return what a JSON document says, as dict, list, str, int, bool and None.
 
-    Every limit is checked before the decoder runs, so that a hostile document costs no more than its own length.
+    Every limit is checked before the decoder runs, and nothing before it makes an object of each quote or escape: a
+    hostile document of few values costs some four times its own length.
 
     Args:
         data: The document: UTF-8 without a byte order mark.
@@ -49,11 +65,14 @@ def loads(data: bytes, *, max_bytes: int, max_depth: int, max_values: int = MAX_
         max_values: Most values, containers included; an empty container counts as two.
 
     Raises:
-        ManifestError: It breaks RFC 8259 or a limit, repeats a key of an object, or holds a float, NaN, an
-            infinity, an integer beyond `MAX_INTEGER`, or text that is no Unicode (bad UTF-8, a lone surrogate).
+        ManifestError: It breaks RFC 8259 or a limit, `MAX_KEYS` and `MAX_WIDE_BYTES` among them, repeats a key of an
+            object, or holds a float, NaN, an infinity, an integer beyond `MAX_INTEGER`, or text that is no Unicode
+            (bad UTF-8, a lone surrogate).
     """
     if len(data) > max_bytes:
         _refuse(f"expected at most {max_bytes} bytes of JSON, found {len(data)}")
+    if len(data) > MAX_WIDE_BYTES and _is_wide(data):
+        _refuse(f"expected at most {MAX_WIDE_BYTES} bytes of JSON with characters beyond U+FFFF, found {len(data)}")
     n_keys = _check_structure(data, max_depth, max_values)
     try:
         text = data.decode("utf-8")
@@ -64,16 +83,22 @@ def loads(data: bytes, *, max_bytes: int, max_depth: int, max_values: int = MAX_
         value: object = json.JSONDecoder(object_hook=keys.count, **_NO_FLOATS).decode(text)
         if keys.found != n_keys:
             _refuse_twin(text)
-        if b"\\" in data and _SURROGATE_ESCAPE.search(data):
-            # Escapes can spell half a pair. Writing the value back is the exact check, and rarely needed.
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as err:
-        _refuse("expected Unicode text, found a lone surrogate", None, err)
     except json.JSONDecodeError as err:
         _refuse(f"expected JSON: {err.msg}", len(text[: err.pos].encode("utf-8")), err)
     except (_RefusedError, RecursionError) as err:
         _refuse(str(err), None, err)
+    # Each backslash is one of an escape now, or the decoder would have objected.
+    if _has_surrogate_escape(data) and _LONE_SURROGATE.search(data.replace(_ESCAPED_BACKSLASH, b"  ")):
+        _refuse("expected Unicode text, found a lone surrogate")
     return value
+
+
+def _has_surrogate_escape(data: bytes) -> bool:
+    return b"\\" in data and _SURROGATE_ESCAPE.search(data) is not None
+
+
+def _is_wide(data: bytes) -> bool:
+    return _has_surrogate_escape(data) or (not data.isascii() and any(lead in data for lead in _LEADS_OF_WIDE))
 
 
 def _check_structure(data: bytes, max_depth: int, max_values: int) -> int:
@@ -81,7 +106,10 @@ def _check_structure(data: bytes, max_depth: int, max_values: int) -> int:
 
     What it makes of bytes that are no JSON does not matter, as long as it bounds them: the decoder refuses those.
     """
-    unescaped = _ESCAPE_PAIR.sub(b"", data) if b"\\" in data else data
+    unescaped = data
+    if b"\\" in data:
+        # Backslashes first, in pairs from the left of each run: one that is left escapes what stands behind it.
+        unescaped = data.replace(_ESCAPED_BACKSLASH, b"  ").replace(_ESCAPED_QUOTE, b"  ")
     if unescaped.count(b'"') < len(unescaped) // _LONG_STRING:
         # A few long strings, such as an envelope's payload: to jump from quote to quote takes no time at all.
         unescaped = data = b"".join(_between_strings(unescaped))
@@ -91,9 +119,10 @@ def _check_structure(data: bytes, max_depth: int, max_values: int) -> int:
         _refuse(f"expected at most {max_values} values")
     # A hook that is called for each integer would take a third of the whole time, and so would looking at all of them.
     if _LONG_NUMBER.match(data) or _MARK_OF_LONG_NUMBER in data.translate(_MARK_NUMBERS, _NO_NUMBERS):
-        for digits in _LONG_NUMBER.findall(_outside_strings(unescaped, _NO_STRUCTURE_NOR_DIGITS)):
-            if len(digits) > len(str(MAX_INTEGER)) or int(digits) > MAX_INTEGER:
-                _refuse(f"expected integers up to {MAX_INTEGER}, found one of {len(digits)} digits")
+        for match in _LONG_NUMBER.finditer(_outside_strings(unescaped, _NO_STRUCTURE_NOR_DIGITS)):
+            n_digits = match.end() - match.start()
+            if n_digits > len(str(MAX_INTEGER)) or int(match[0]) > MAX_INTEGER:
+                _refuse(f"expected integers up to {MAX_INTEGER}, found one of {n_digits} digits")
     brackets = outside.translate(None, b",:")
     for _ in range(max_depth):  # each pass takes away the innermost level
         if b"[]" not in brackets:
@@ -107,10 +136,16 @@ def _check_structure(data: bytes, max_depth: int, max_values: int) -> int:
 
 def _outside_strings(unescaped: bytes, without: bytes) -> bytes:
     """Return what stands outside strings, less the bytes `without`."""
-    kept = unescaped.translate(None, without)
     # Two quotes side by side are a string with nothing left in it, or the border of two strings with nothing left
     # between them: without both, what is inside a string still is, and hardly a string is left to look for.
-    return b"".join(kept.replace(b'""', b"").split(b'"')[::2])
+    kept = unescaped.translate(None, without).replace(b'""', b"")
+    outside: list[bytes] = []
+    inside = 0  # 1 where a piece begins within a string
+    for start in range(0, len(kept), _PIECE_BYTES):
+        parts = kept[start : start + _PIECE_BYTES].split(b'"')
+        outside.append(b"".join(parts[inside::2]))
+        inside ^= (len(parts) - 1) % 2
+    return b"".join(outside)
 
 
 def _between_strings(unescaped: bytes) -> Iterator[bytes]:
@@ -133,6 +168,8 @@ class _KeyCounter:
 
     def count(self, decoded: dict[str, object]) -> dict[str, object]:
         self.found += len(decoded)
+        if len(decoded) > MAX_KEYS:
+            raise _RefusedError(f"expected at most {MAX_KEYS} keys in one object, found {len(decoded)}")
         return decoded
 
 

@@ -101,6 +101,16 @@ def test_keygen_writes_a_secret_for_its_owner_alone_and_a_public_key(tmp_path: P
     assert done.last.split()[-1] == public.keyid
 
 
+@pytest.mark.parametrize("name", ["/", "", "."])
+def test_keygen_needs_the_name_of_a_file(run: Run, name: str) -> None:
+    done = run("keygen", "-o", name, "--no-passphrase", "--json")
+    assert done.code == 2
+    (finding,) = done.json["findings"]
+    assert finding["code"] == "config-error"
+    assert "expected the name of a file" in finding["message"]
+    assert "-o publisher.key" in finding["hint"]
+
+
 def test_keygen_json_names_the_key(tmp_path: Path, run: Run) -> None:
     shown = run("keygen", "-o", tmp_path / "k", "--no-passphrase", "--json").json
     assert shown["keyid"] == PublicKey.from_pem((tmp_path / "k.pub").read_bytes()).keyid

@@ -97,17 +97,6 @@ def test_signatures_are_limited() -> None:
     assert "values" in refused(envelope(extra=[[]] * 40_000))
 
 
-def test_signatures_times_length_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dsse.MAX_HASHED_BYTES == 2 * 1024**3
-    monkeypatch.setattr(dsse, "MAX_HASHED_BYTES", 3 * len(b"payload"))
-    assert len(Envelope.parse(envelope(signatures=[SIG] * 3)).signatures) == 3
-    assert "expected up to 3 signatures on 7 bytes, found 4" in refused(
-        envelope(signatures=[SIG] * 4), "too-much-to-hash"
-    )
-    # What is empty costs nothing.
-    assert len(Envelope.parse(envelope(payload="", signatures=[SIG] * 4)).signatures) == 4
-
-
 def test_length_is_checked_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dsse.MAX_ENVELOPE_BYTES == 64 * 1024 * 1024
     monkeypatch.setattr(dsse, "MAX_ENVELOPE_BYTES", len(envelope()))

@@ -37,6 +37,13 @@ def test_the_first_manifest_of_a_stream_may_be_any() -> None:
     after().check("another", epoch=1, version=1, manifest=B, trust_version=1)
 
 
+def test_a_time_is_written_in_ascii() -> None:
+    text = after().to_bytes()
+    assert History.parse(text).clock == "2026-11-30T12:00:00Z"
+    with pytest.raises(ConfigError, match="clock"):
+        History.parse(text.replace(b'"clock": "2026', b'"clock": "\\uff12026'))
+
+
 def test_the_same_manifest_may_come_again_and_a_later_one_may_follow() -> None:
     history = after()
     history.check(STREAM, epoch=2, version=5, manifest=A, trust_version=3)

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
@@ -29,6 +30,12 @@ from safeload.tensors import DType, Extent, TensorSpec
 
 ZERO = "0" * 64
 NOW = datetime(2026, 11, 30, 12, 0, 0, tzinfo=UTC)
+
+IGNORABLE = """
+00AD 034F 061C 115F..1160 17B4..17B5 180B..180F 200B..200F 202A..202E 2060..206F 3164 FE00..FE0F FEFF FFA0 FFF0..FFF8
+1BCA0..1BCA3 1D173..1D17A E0000..E0FFF 2800
+"""
+"""Default_Ignorable_Code_Point of Unicode 16, DerivedCoreProperties.txt, and the blank pattern of Braille."""
 
 
 def entry(path: str, size: int = 3) -> FileEntry:
@@ -388,7 +395,18 @@ def test_paths_that_some_file_system_takes_for_one_are_refused(one: str, other: 
 
 @pytest.mark.parametrize(
     "path",
-    ["a", "ckpt-0/tensor00000_000", "a b/ c", ".gitignore", "x.git", "é/😀.json", "ab:c", "a/" * 31 + "a", "a" * 255],
+    [
+        "a",
+        "ckpt-0/tensor00000_000",
+        "a b/ c",
+        ".gitignore",
+        "x.git",
+        "é/😀.json",
+        "ab:c",
+        "a/" * 31 + "a",
+        "a" * 255,
+        "NUL",
+    ],
 )
 def test_honest_paths_are_allowed(path: str) -> None:
     check_path(path)
@@ -434,6 +452,37 @@ def test_every_other_path_is_refused_with_its_reason(path: str, says: str) -> No
     with pytest.raises(ValueError, match=r"path") as caught:
         check_path(path)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("first_and_last", IGNORABLE.split())
+def test_a_path_has_no_character_that_is_ignored_where_text_is_shown(first_and_last: str) -> None:
+    first, _, last = first_and_last.partition("..")
+    for code_point in range(int(first, 16), int(last or first, 16) + 1):
+        with pytest.raises(ValueError, match="shown"):
+            check_path(f"a{chr(code_point)}b")
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        (lambda value: value["predicate"]["files"][1].update(globals=[0] * 100_000), "files.1.globals.0:"),
+        (lambda value: value["predicate"]["files"][1].update(tensors=[0] * 100_000), "files.1.tensors.0:"),
+        (lambda value: value["predicate"].update(files=[0] * 100_000), "files.0:"),
+        (lambda value: value["predicate"].update(crit=[0] * 100_000), "crit.0:"),
+        (lambda value: value["predicate"].update(requires=[0] * 100_000), "requires.0:"),
+    ],
+)
+def test_of_a_long_list_only_the_first_thing_that_is_wrong_is_told(
+    place: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    payload = changed(place, repair=False)
+    refused(payload, says)  # imports what a refusal takes
+    tracemalloc.start()
+    try:
+        refused(payload, says)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # a hundred thousand complaints take 100 MB
+    finally:
+        tracemalloc.stop()
 
 
 def test_json_is_read_strictly() -> None:

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from safeload.errors import ConfigError, SafeloadError, StagingError
+from safeload.files import Root
 from safeload.formats.pickles.writing import pickle_shard
 from safeload.report import FileReport, Report
 from safeload.scanning import scan
@@ -525,6 +526,41 @@ def test_the_report_says_which_policy_it_was_held_against(tmp_path: Path) -> Non
     assert set(policy) == {"name", "source", "sha256"}
     assert policy["name"] == policy["source"] == "grok-1"
     assert len(policy["sha256"]) == 64
+
+
+def test_many_directories_are_scanned_with_few_descriptors(tmp_path: Path) -> None:
+    for number in range(400):
+        write(tmp_path / f"{number // 20}" / f"{number % 20}" / "file", HONEST)
+    found = in_a_process(
+        """
+        import json, resource, sys
+        from pathlib import Path
+        from safeload.scanning import scan
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        top = Path(sys.argv[1])
+        directories = [top / str(number) for number in range(20)]
+        files = [top / str(one) / str(other) / "file" for one in range(20) for other in range(20)]
+        reports = [scan(directories, digests=True), scan(files)]
+        print(json.dumps([[len(report.files), report.is_accepted] for report in reports]))
+        """,
+        str(tmp_path),
+    )
+    assert found == [[400, True], [400, True]]
+
+
+def test_files_of_one_directory_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    enter = Root.__enter__
+
+    def counting(self: Root) -> Root:
+        opened.append(str(self.directory))
+        return enter(self)
+
+    monkeypatch.setattr(Root, "__enter__", counting)
+    paths = [write(tmp_path / f"{number % 9}" / f"{number}", HONEST) for number in range(18)]
+    inside = sorted(paths, key=lambda path: path.parent)
+    assert [file.path for file in scan(inside).files] == [str(path) for path in inside]
+    assert opened == [str(tmp_path / f"{number}") for number in range(9)]
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import tracemalloc
@@ -73,13 +74,27 @@ def test_what_is_in_strings_is_no_structure(strings: str) -> None:
     assert loads(strings, max_values=8, max_depth=2) == json.loads(strings)
 
 
-@pytest.mark.parametrize("text", ['"\\ud800"', '{"\\uDFFF":1}', '["\\udc00\\ud800"]', '"x\\\\\\ud800"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"\\ud800"',
+        '{"\\uDFFF":1}',
+        '["\\udc00\\ud800"]',
+        '"x\\\\\\ud800"',
+        '"\\ud83d\\\\\\ude00"',  # an escaped backslash between the halves
+        '"\\ud83d\\ud83d\\ude00"',
+        '"\\ud83d\\ude00\\ude00"',
+        '["\\ud83d","\\ude00"]',
+        '"\\uDBFFa\\uDFFF"',
+    ],
+)
 def test_half_a_surrogate_pair_is_refused(text: str) -> None:
     refused(text, "lone surrogate")
 
 
 def test_a_whole_surrogate_pair_and_an_escaped_backslash_are_read() -> None:
     assert loads(r'["\ud83d\ude00", "\\ud800"]') == ["😀", "\\ud800"]
+    assert loads(r'["\\\uD83D\uDE00\\ude00", "\uDBFF\uDFFF\ud800\uDC00"]') == ["\\😀\\ude00", "\U0010ffff\U00010000"]
 
 
 @pytest.mark.parametrize("data", [b'"\xff"', b'"\xed\xa0\x80"', b'"\xc0\xaf"', '"a"'.encode("utf-16")])
@@ -135,7 +150,81 @@ def test_values_are_counted_before_any_is_made() -> None:
         tracemalloc.stop()
 
 
-def test_a_repeated_key_among_many_is_found_in_linear_time() -> None:
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        b"\\ab",
+        b"\\\\",
+        b'\\"',
+        b"\\u0041",
+        b'",,',
+        b'","',
+        b'",[,',
+        b'"a',
+        b"[]",
+        b"1234567890123456,",
+        b":000000000000000 ",
+    ],
+)
+@pytest.mark.parametrize("within", ["", '"'], ids=["bare", "in-a-string"])
+def test_what_is_no_document_costs_a_few_times_its_length(
+    pattern: bytes, within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert strict_json._PIECE_BYTES == 2**20
+    monkeypatch.setattr(strict_json, "_PIECE_BYTES", 2**14)  # the documents are shorter than the longest ones as well
+    quote = within.encode()
+    data = b"[" + quote + pattern * (2**20 // len(pattern)) + quote + b"]"
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(ManifestError):
+            loads(data, max_bytes=2**25, max_values=1_000)
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_many_long_integers_are_looked_at_one_by_one() -> None:
+    data = b"[" + b"1234567890123456," * 50_000 + b"]"
+    tracemalloc.start()
+    try:
+        strict_json._check_structure(data, 1, 10**6)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(data)  # a list of them takes four times the bytes
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("text", ['["a,","[:",{"b":"]"},"",[1]]', '["\\"",["\\\\"],"\\\\\\"]["]'])
+def test_where_a_document_is_cut_into_pieces_does_not_matter(
+    text: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strict_json, "_PIECE_BYTES", size)
+    assert loads(text, max_values=9, max_depth=2) == json.loads(text)
+    refused(text, "nesting", max_depth=1)
+
+
+@pytest.mark.parametrize("character", ["😀", "\\ud83d\\ude00", "\U0010ffff"])
+def test_a_long_document_has_no_character_that_widens_all_of_it(
+    character: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert strict_json.MAX_WIDE_BYTES == 16 * 1024 * 1024
+    monkeypatch.setattr(strict_json, "MAX_WIDE_BYTES", 100)
+    fitting = f'["{character}' + "a" * (100 - 4 - len(character.encode())) + '"]'
+    assert len(fitting.encode()) == 100
+    assert loads(fitting) == json.loads(fitting)
+    refused(fitting + " ", "expected at most 100 bytes of JSON with characters beyond U+FFFF, found 101")
+    assert loads('["é中' + "a" * 100 + '"]')
+
+
+def test_the_keys_of_one_object_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert strict_json.MAX_KEYS == 16_384
+    monkeypatch.setattr(strict_json, "MAX_KEYS", 2)
+    assert loads('{"a":{"b":1,"c":2},"d":3}')
+    refused('[{"a":1,"b":2,"c":3}]', "at most 2 keys in one object, found 3")
+
+
+def test_a_repeated_key_among_many_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_json, "MAX_KEYS", 10**6)
     text = "{" + ",".join(f'"{n}":0' for n in range(100_000)) + ',"99999":1}'
     start = time.process_time()
     refused(text, '"99999" twice', max_bytes=10**7, max_values=10**6)

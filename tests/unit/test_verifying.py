@@ -28,6 +28,7 @@ from safeload.errors import (
 )
 from safeload.manifest import PAYLOAD_TYPE, FileEntry, Manifest, Signer, TrustedManifest
 from safeload.signing import sign_manifest
+from safeload.trust import store as store_module
 from safeload.trust.dsse import Envelope, Signature, pae
 from safeload.trust.history import History
 from safeload.trust.keys import PublicKey, SecretKey
@@ -163,6 +164,38 @@ def test_junk_beside_a_good_signature_is_ignored() -> None:
     junk = (Signature(b"junk"), Signature(bytes(64), A.public.keyid), Signature(b"\x30" * 70, "x"))
     data = envelope(*junk, keys=[C, A])
     assert verify_manifest(data, TrustStore.of_keys([A.public])).signers == (Signer("", A.public.keyid),)
+
+
+def test_what_is_hashed_to_try_signatures_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store_module.MAX_HASHED_BYTES == 2 * 1024**3
+    tried: list[bytes] = []
+    verify = PublicKey.verify
+
+    def counting(self: PublicKey, signature: bytes, message: bytes) -> None:
+        tried.append(signature)
+        verify(self, signature, message)
+
+    monkeypatch.setattr(PublicKey, "verify", counting)
+    length = len(pae(PAYLOAD_TYPE, manifest().to_payload()))
+    monkeypatch.setattr(store_module, "MAX_HASHED_BYTES", 7 * (length + 64 * 1024))
+    trust = TrustStore.of_keys([A.public, B.public, C.public])
+    junk = [Signature(bytes([number]) * 64) for number in range(3)]
+    # Two pieces of junk are tried with three keys each, however often they come, and a hinted key is tried first.
+    assert verify_manifest(envelope(*junk[:2] * 40, keys=[A]), trust).signers == (Signer("", A.public.keyid),)
+    assert len(tried) == 7
+    tried.clear()
+    message = refused(envelope(*junk, keys=[A]), trust, ManifestError, "too-much-to-hash")
+    assert f"4 signatures on {length:,} bytes" in message
+    assert len(tried) == 7
+
+
+def test_short_messages_are_not_tried_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    junk = [Signature(number.to_bytes(64, "big")) for number in range(256)]
+    keys = {f"{number:064x}": A.public for number in range(1000)}
+    tried = iter(range(store_module.MAX_HASHED_BYTES // (64 * 1024)))
+    monkeypatch.setattr(store_module, "_fits", lambda *_: next(tried) < 0)
+    with pytest.raises(ManifestError, match="after trying keys 32,"):
+        store_module.fitting_keys(Envelope(b"", PAYLOAD_TYPE, tuple(junk)), keys)
 
 
 def test_one_key_counts_once_however_often_it_signs() -> None:
