@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from safeload.digests import Hasher
 from safeload.errors import FileSetError, Finding, StagingError, escape, reason
-from safeload.files import Root, StreamSource
+from safeload.files import Root, StreamSource, hard_link
 from safeload.oms import SINGLE_FILE, OmsFile, OmsManifest, new_hasher
 from safeload.parallel import Meter, n_processors, run
 from safeload.report import Progress
@@ -201,6 +201,8 @@ def _compare_file_set(
             findings.append(Finding("size-mismatch", message, file=walked.path, hint=hint))
         else:
             sizes[walked.path] = walked.size
+        if signed is not None and walked.finding is None and walked.n_links > 1:
+            findings.append(hard_link(walked))
     findings += [_missing(path) for path in oms.files if path not in present]
     return findings, sizes, ignored
 

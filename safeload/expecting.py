@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Final, TypedDict, get_args
 
 from safeload import __version__
-from safeload.errors import ConfigError, Finding, escape, reason
+from safeload.errors import ConfigError, Finding, escape
+from safeload.files import lies_in
 from safeload.manifest import RestoreKind, TrustedManifest, missing_roles
-from safeload.scanning import manifest_facts
+from safeload.policy import Policy
+from safeload.scanning import manifest_facts, require_outside
 from safeload.trust.history import format_instant
 from safeload.trust.store import Trust, TrustStore, load_trust
 from safeload.verifying import HistoryFile, is_expired, parse_pin, verify_manifest
@@ -43,6 +45,7 @@ class Expected:
     """What a caller expects of a manifest, at one time: that of the run's beginning."""
 
     store: TrustStore
+    trust_pin: str | None
     pin: str | None
     model: str | None
     revision: str | None
@@ -68,13 +71,15 @@ class Expected:
             parse_pin(pin)
         if purpose is not None and purpose not in get_args(RestoreKind):
             raise ConfigError(f"purpose: expected {' or '.join(get_args(RestoreKind))}, found {escape(str(purpose))!r}")
-        if history is not None and _lies_in(history, directory):
+        if history is not None and lies_in(history, directory):
             raise ConfigError(
                 f"the history {escape(str(history))} lies in the checkpoint, where others decide what is in it",
                 hint="keep it where only you can write: --history FILE",
             )
         remembered = None if history is None else HistoryFile.open(history)
-        return cls(load_trust(trust, pin=trust_pin), pin, model, revision, remembered, purpose, datetime.now(UTC))
+        return cls(
+            load_trust(trust, pin=trust_pin), trust_pin, pin, model, revision, remembered, purpose, datetime.now(UTC)
+        )
 
     def verify(self, envelope: bytes, source: str) -> TrustedManifest:
         """Return the manifest that meets all of it; see `verify_manifest`."""
@@ -106,11 +111,15 @@ class Expected:
         if self.history is not None:
             self.history.record(trusted, self.store, self.now)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a report says of all this, whatever its verdict is."""
+    def facts(self, trusted: TrustedManifest | None = None) -> dict[str, Any]:
+        """Return what a report says of all this, whatever its verdict is, and of which model, if that is known."""
+        known = None
+        if self.history is not None and trusted is not None:
+            known = self.history.history.streams.get(trusted.manifest.stream)
         memory = self.history and {
             "path": str(self.history.path),
-            "first_use": self.history.is_new,
+            "first_use": known is None,
+            "remembered": None if known is None else known.model_dump(mode="json"),
             "clock_moved_back_seconds": self.history.history.clock_moved_back(self.now),
         }
         return {
@@ -120,18 +129,27 @@ class Expected:
                 "revision": self.revision,
                 "purpose": self.purpose,
                 "history": memory,
+                "trust_pin": self.trust_pin,
             },
             "trust": {"version": self.store.version, "sha256": self.store.sha256, "keys": len(self.store.keys)},
             **run_facts(self.now),
         }
 
 
-def _lies_in(path: str | Path, directory: str | Path) -> bool:
-    try:
-        return Path(path).resolve().is_relative_to(Path(directory).resolve())
-    except (OSError, ValueError, RuntimeError) as err:  # a loop of links is a RuntimeError up to Python 3.12
-        message = f"cannot tell where the history {escape(str(path))} lies: {reason(err)}"
-        raise ConfigError(message, hint="check the path") from err
+def keep_out(directory: str | Path, trust: Trust, policy: str | Path | Policy) -> None:
+    """Refuse a trust file or a policy that lies in the checkpoint, where others decide what is in it.
+
+    Raises:
+        ConfigError: One does.
+    """
+    items = [trust] if isinstance(trust, str | Path) or not isinstance(trust, Sequence) else trust
+    require_outside(policy, directory)
+    for item in items:
+        if isinstance(item, str | Path) and lies_in(item, directory):
+            raise ConfigError(
+                f"the trust file {escape(str(item))} lies in the checkpoint, where others decide what is in it",
+                hint="name one that you got elsewhere",
+            )
 
 
 def run_facts(now: datetime) -> dict[str, Any]:

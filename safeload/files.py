@@ -67,6 +67,25 @@ class WalkedFile:
     finding: Finding | None = None
 
 
+def hard_link(walked: WalkedFile) -> Finding:
+    """Return the finding for a file that has another name as well."""
+    message = f"expected a file with one name, found {walked.n_links} hard links to it"
+    hint = "put a copy in its place: whoever has the other name can change what is read under this one"
+    return Finding("hard-link", message, file=walked.path, hint=hint)
+
+
+def lies_in(path: str | Path, directory: str | Path) -> bool:
+    """Whether a path leads to somewhere in a directory.
+
+    Raises:
+        ConfigError: That cannot be told.
+    """
+    try:
+        return Path(path).resolve().is_relative_to(Path(directory).resolve())
+    except (OSError, ValueError, RuntimeError) as err:  # a loop of links is a RuntimeError up to Python 3.12
+        raise ConfigError(f"cannot tell where {escape(str(path))} lies: {reason(err)}", hint="check the path") from err
+
+
 class Root:
     """A directory held open, so that what is below it is found from there and from nowhere else.
 

@@ -13,7 +13,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from safeload.comparing import ComparedFile, compare_files
-from safeload.errors import ConfigError, DigestMismatchError, FileSetError, PolicyError, escape, reason
+from safeload.errors import (
+    ConfigError,
+    DigestMismatchError,
+    FileSetError,
+    Finding,
+    PolicyError,
+    RollbackError,
+    escape,
+    reason,
+)
 from safeload.formats import Parsed
 from safeload.oms import OmsManifest, verify_bundle, write_bundle
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
@@ -46,7 +55,13 @@ def trusted_bundle(
     others = [item for item in items if not isinstance(item, str | Path) or item not in certificates]
     roots = CertificateRoots.from_pem(b"\n".join(certificates.values())) if certificates else None
     store = load_trust(others) if others or roots is None else None
-    return verify_bundle(bundle, store, roots=roots, now=now, pin=pin, model=model, source=source)
+    signed = verify_bundle(bundle, store, roots=roots, now=now, pin=pin, model=model, source=source)
+    if store is not None and pin is None and store.epochs.get(signed.name, 1) > 1:
+        # A bundle states no epoch, so it cannot be of the one that the root has raised the model to.
+        message = f"expected epoch {store.epochs[signed.name]}, which the trust store grants to {escape(signed.name)}, "
+        hint = f"get the newest manifest; to use exactly this bundle, pin it: --pin sha256:{signed.sha256}"
+        raise RollbackError(Finding("rollback", f"{message}found a bundle, which has none", file=source, hint=hint))
+    return signed
 
 
 def _certificates(path: str | Path) -> bytes | None:

@@ -18,6 +18,8 @@ from safeload.errors import (
     ConfigError,
     DigestMismatchError,
     FileSetError,
+    Finding,
+    ManifestError,
     PolicyError,
     RejectedError,
     RollbackError,
@@ -25,7 +27,7 @@ from safeload.errors import (
     escape,
     reason,
 )
-from safeload.expecting import Expectations, Expected, evidence, hinted, mixture_hint, run_facts
+from safeload.expecting import Expectations, Expected, evidence, hinted, keep_out, mixture_hint, run_facts
 from safeload.manifest import TrustedManifest
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import Progress, Report
@@ -114,6 +116,7 @@ def load_host(
     **expected: Unpack[Expectations],
 ) -> tuple[TrustedManifest, Mapping[str, Any]]:
     """Return the trusted manifest, and what each file holds with every tensor as a `HostTensor`; see `load`."""
+    keep_out(directory, trust, policy)
     held = hold(directory, manifest=manifest, trust=trust, **expected)
     return held.trusted, load_held(directory, held, policy=policy, memory_budget=memory_budget, progress=progress)
 
@@ -236,6 +239,7 @@ def _check(
     expected: Expectations,
 ) -> tuple[Report, type[RejectedError] | None]:
     """Return the report, and the class of error that its findings make, None where it is accepted."""
+    keep_out(directory, trust, policy)
     rules = load_policy(policy)
     envelope, source = read_manifest(manifest)
     if is_bundle(envelope):
@@ -254,7 +258,7 @@ def _check(
     lacking = expectation.lacking(trusted)
     error = _error_class(found) or (PolicyError if lacking else None)
     findings = (*hinted(found.findings, hint), *lacking)
-    report = Report(files, findings, {**facts, **evidence(trusted, expectation.now)})
+    report = Report(files, findings, {**facts, **expectation.facts(trusted), **evidence(trusted, expectation.now)})
     if error is None:
         try:
             expectation.record(trusted)
@@ -276,15 +280,17 @@ def _check_bundle(  # noqa: PLR0917 - the parts of one call of `_check`
     """Do what `_check` does, for a bundle of OpenSSF Model Signing in the place of a manifest."""
     from safeload.interchange import trusted_bundle, verify_bundle_files
 
-    if unknown := sorted(
-        name for name, value in expected.items() if value is not None and name not in {"pin", "model"}
-    ):
-        raise ConfigError(f"a bundle says nothing of {' or '.join(unknown)}", hint="leave it out, or sign a manifest")
     pin, model = expected.get("pin"), expected.get("model")
     if pin is not None:
         parse_pin(pin)
     now = datetime.now(UTC)
-    facts = {**policy_facts(rules), **run_facts(now)}
+    facts = {**policy_facts(rules), "expected": {"pin": pin, "model": model}, **run_facts(now)}
+    asked = sorted(name for name, value in expected.items() if value is not None and name not in {"pin", "model"})
+    if asked:
+        # Whoever made the file chose the format, and must not get out of what was asked for by choosing a weaker one.
+        message = f"expected a manifest, which can be held to {' and '.join(asked)}, found a bundle, which cannot"
+        hint = "get a manifest of safeload from its publisher"
+        return Report((), (Finding("bundle-says-less", message, file=source, hint=hint),), facts), ManifestError
     try:
         trusted = trusted_bundle(bundle, source, trust, now=now, pin=pin, model=model)
     except VerificationError as err:

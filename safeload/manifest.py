@@ -473,6 +473,13 @@ class Manifest(_Model):
             ManifestError: The files cannot stand in one manifest, or none has a required role.
             ConfigError: Another argument is not of the form that a manifest has it in, or it expires before it begins.
         """
+        if expires is not None:
+            if expires.tzinfo is None:
+                raise ConfigError("expires: expected a time with its zone, found one without")
+            try:
+                expires = expires.astimezone(UTC)
+            except OverflowError as err:
+                raise ConfigError("expires: expected a date within the years 1 to 9999 in UTC") from err
         if expires is not None and expires <= issued:
             raise ConfigError(f"it expires before it is issued: {_instant(expires)}, and {_instant(issued)}")
         entries = tuple(sorted(files, key=lambda file: file.path.encode("utf-8")))

@@ -560,6 +560,12 @@ def shipped_policies() -> Iterator[tuple[str, Path]]:
         yield path.stem, path
 
 
+def is_policy_path(name_or_path: str | Path) -> bool:
+    """Whether this is a path of a policy, and no name of a shipped one."""
+    text = str(name_or_path)
+    return isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml")
+
+
 def policy_text(name_or_path: str | Path) -> tuple[bytes, str]:
     """Return a policy file's bytes and what to call it.
 
@@ -570,7 +576,7 @@ def policy_text(name_or_path: str | Path) -> tuple[bytes, str]:
         ConfigError: There is no such policy, or it cannot be read.
     """
     text = str(name_or_path)
-    if isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml"):
+    if is_policy_path(name_or_path):
         try:
             with Path(text).open("rb") as file:
                 return file.read(MAX_POLICY_BYTES + 1), text

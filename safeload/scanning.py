@@ -29,14 +29,14 @@ from safeload.errors import (
     escape,
     reason,
 )
-from safeload.files import Root, StreamSource
+from safeload.files import Root, StreamSource, lies_in
 from safeload.formats import MemorySource, Parsed, Source
 from safeload.formats.detection import HEAD_BYTES, detect, looks_like_text
 from safeload.formats.inert import check_inert
 from safeload.formats.pickles import parse_pickle
 from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
 from safeload.parallel import Meter, n_processors, run
-from safeload.policy import DEFAULT_POLICY, Policy, load_policy
+from safeload.policy import DEFAULT_POLICY, Policy, is_policy_path, load_policy
 from safeload.report import FileReport, Progress, Report
 from safeload.staging import StagedCheckpoint, available_memory, check_file_set
 from safeload.tensors import RecordValue, TensorSpec, Value
@@ -131,16 +131,32 @@ _MAX_ROOTS: Final = 8
 """Directories that arguments name or lie in, held open at one time; each keeps up to 16 more descriptors."""
 
 
+def require_outside(policy: str | Path | Policy, directory: str | Path) -> None:
+    """Refuse a policy that lies in what it is to judge, where others decide what is in it.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if isinstance(policy, str | Path) and is_policy_path(policy) and lies_in(policy, directory):
+        raise ConfigError(
+            f"the policy {escape(str(policy))} lies in the checkpoint, where others decide what is in it",
+            hint="name one that you got elsewhere",
+        )
+
+
 def _scan(
     paths: str | Path | Sequence[str | Path], policy: str | Path | Policy, progress: Progress | None, wanted: _Digests
 ) -> Report:
+    chosen = [paths] if isinstance(paths, str | Path) else paths
+    for path in chosen:
+        require_outside(policy, path)
     rules = load_policy(policy)
     with ExitStack() as stack:
         files: list[FileReport] = []
         findings: list[Finding] = []
         jobs: list[_Job] = []
         roots: dict[str, Root] = {}
-        for path in [paths] if isinstance(paths, str | Path) else paths:
+        for path in chosen:
             directory, name, size = _locate(str(path))
             if directory not in roots:
                 if len(roots) == _MAX_ROOTS:

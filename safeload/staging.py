@@ -27,7 +27,7 @@ from types import MappingProxyType
 
 from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES
 from safeload.errors import ConfigError, DigestMismatchError, FileSetError, Finding, StagingError, escape
-from safeload.files import Root, WalkedFile, read_into
+from safeload.files import Root, WalkedFile, hard_link, read_into
 from safeload.manifest import FileEntry, Manifest, TrustedManifest, fold_path
 from safeload.parallel import Meter, n_processors, run
 from safeload.report import Progress
@@ -359,9 +359,7 @@ def check_file_set(
 
 def _differences(entry: FileEntry, walked: WalkedFile) -> Iterator[Finding]:
     if walked.n_links > 1:
-        message = f"expected a file with one name, found {walked.n_links} hard links to it"
-        hint = "put a copy in its place: whoever has the other name can change what is read under this one"
-        yield Finding("hard-link", message, file=entry.path, hint=hint)
+        yield hard_link(walked)
     if entry.size and not walked.size:
         message = f"expected the signed {entry.size} bytes, found an empty file"
         yield Finding("empty-file", message, file=entry.path, hint="fetch the file again from its publisher")

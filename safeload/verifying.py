@@ -88,8 +88,7 @@ def verify_manifest(
     try:
         trusted = _trusted(envelope, trust, time, source)
         _check_expected(trusted, pinned=expected, model=model, revision=revision)
-        if expected is None:
-            _check_current(trusted.manifest, trust, time, sha256=trusted.sha256)
+        _check_current(trusted.manifest, trust, time, sha256=trusted.sha256, is_pinned=expected is not None)
         if history is not None:
             manifest = trusted.manifest
             history.check(
@@ -190,9 +189,13 @@ def _check_expected(trusted: TrustedManifest, *, pinned: str | None, model: str 
             )
 
 
-def _check_current(manifest: Manifest, trust: TrustStore, now: datetime, *, sha256: str) -> None:
-    """Refuse a manifest whose time is over, by its own word or by the epoch that the trust store says it is."""
-    if is_expired(manifest, now):
+def _check_current(manifest: Manifest, trust: TrustStore, now: datetime, *, sha256: str, is_pinned: bool) -> None:
+    """Refuse a manifest whose time is over, by its own word or by the epoch that the trust store says it is.
+
+    A pin stands for both. It does not stand for an epoch that the root has not granted yet: a history would remember
+    it, and refuse every honest manifest from then on.
+    """
+    if is_expired(manifest, now) and not is_pinned:
         raise ExpiredError(
             Finding(
                 "expired",
@@ -205,7 +208,7 @@ def _check_current(manifest: Manifest, trust: TrustStore, now: datetime, *, sha2
     # Only the root can raise an epoch, which is what makes it a way out after a fast-forward. Keys that were named
     # one by one have no root, and nothing to compare with.
     epoch = trust.epochs.get(manifest.stream, 1) if trust.version else manifest.epoch
-    if manifest.epoch != epoch:
+    if manifest.epoch > epoch or (manifest.epoch < epoch and not is_pinned):
         code = "rollback" if manifest.epoch < epoch else "fast-forward"
         raise RollbackError(
             Finding(
@@ -274,19 +277,36 @@ class HistoryFile:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a history: a file beside it, which stays, as the history itself is replaced by renaming."""
+    if not path.name or (os.path.lexists(path) and not path.is_file()):
+        raise _history_error(path, "it is no regular file")
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        fd = _open_lock(path)
+        try:
+            if _lock(fd, path) and _is_still_there(fd, path):
+                yield
+                return
+        finally:
+            os.close(fd)
+        if time.monotonic() > deadline:
+            raise _history_error(path, f"another run has held its lock for {_LOCK_SECONDS:.0f} seconds")
+        time.sleep(_LOCK_POLL_SECONDS)
+
+
+def _open_lock(path: Path) -> int:
     try:
-        fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
+        return os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o666)
     except (OSError, ValueError) as err:
         raise _history_error(path, f"cannot open its lock {escape(path.name)}.lock: {reason(err)}") from err
+
+
+def _is_still_there(fd: int, path: Path) -> bool:
+    """Whether a lock that was taken is the one that others will find: somebody may have deleted it meanwhile."""
     try:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while not _lock(fd, path):
-            if time.monotonic() > deadline:
-                raise _history_error(path, f"another run has held its lock for {_LOCK_SECONDS:.0f} seconds")
-            time.sleep(_LOCK_POLL_SECONDS)
-        yield
-    finally:
-        os.close(fd)
+        found, held = Path(f"{path}.lock").lstat(), os.fstat(fd)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _lock(fd: int, path: Path) -> bool:

@@ -211,13 +211,14 @@ def verify(
         )
     if not report.is_accepted:
         return out.report(report)
-    return out.report(
-        report, note=_freshness(report.facts["expected"]) if "expected" in report.facts else _BUNDLE_MAY_BE_OLD
-    )
+    return out.report(report, note=_freshness(report.facts))
 
 
-def _freshness(expected: Mapping[str, Any]) -> str | None:
+def _freshness(facts: Mapping[str, Any]) -> str | None:
     """Return what the verdict does not say of whether a manifest is the newest, None where it says that."""
+    expected = facts["expected"]
+    if "bundle" in facts:
+        return None if expected["pin"] is not None else _BUNDLE_MAY_BE_OLD
     memory = expected["history"]
     if memory is not None and memory["clock_moved_back_seconds"]:
         return (
@@ -226,7 +227,8 @@ def _freshness(expected: Mapping[str, Any]) -> str | None:
     if expected["pin"] is not None or (memory is not None and not memory["first_use"]):
         return None
     if memory is not None:
-        return f"first use of {shown(memory['path'])}: from now on it refuses older manifests"
+        model = shown(facts["manifest"]["model"])
+        return f"first use of {shown(memory['path'])} for {model}: from now on it refuses older manifests"
     return _MAY_BE_OLD
 
 

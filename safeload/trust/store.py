@@ -486,6 +486,8 @@ def load_trust(trust: Trust, *, pin: str | None = None) -> TrustStore:
         raise ConfigError(f"expected at most one trust file, found {len(stores)}", hint="put all publishers in one")
     if pinned is not None:
         _require_pinned(stores, pinned)
+        if keys:
+            raise ConfigError("a pinned trust store says alone who may sign", hint="leave out the keys beside it")
     if not stores:
         return TrustStore.of_keys(keys)
     if not keys:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safeload.cli import main
 from safeload.errors import ConfigError, DigestMismatchError, FileSetError, PolicyError, SignatureError
 from safeload.interchange import sign_bundle, trusted_bundle
 from safeload.trust.keys import SecretKey
+from safeload.trust.store import TrustStore
 from tests.simulator import pickled
 
 KEY = SecretKey.generate("ecdsa-p256")
@@ -72,8 +74,29 @@ def test_a_pin_and_a_model_are_held_and_the_rest_is_refused(model: Path, bundle:
     assert [f.code for f in other.findings] == ["pin-mismatch"]
     other = loading.check(model, manifest=bundle, trust=KEY.public, model="another")
     assert [f.code for f in other.findings] == ["model-mismatch"]
-    with pytest.raises(ConfigError, match="nothing of revision"):
-        loading.verify(model, manifest=bundle, trust=KEY.public, revision="r1")
+
+
+def test_a_bundle_does_not_get_out_of_what_was_asked_for(model: Path, bundle: bytes, tmp_path: Path) -> None:
+    for asked in ({"revision": "r1"}, {"history": tmp_path / "h"}, {"purpose": "training"}):
+        report = loading.check(model, manifest=bundle, trust=KEY.public, **asked)
+        assert [f.code for f in report.findings] == ["bundle-says-less"]
+        assert report.verdict == "rejected"
+    assert not (tmp_path / "h").exists()
+
+
+def test_a_bundle_has_no_epoch_and_is_refused_where_the_root_raised_it(model: Path, bundle: bytes) -> None:
+    given = TrustStore.of_keys([KEY.public])
+    store = replace(given, version=2, epochs={"model": 2})
+    report = loading.check(model, manifest=bundle, trust=store)
+    assert [f.code for f in report.findings] == ["rollback"]
+    signed = trusted_bundle(bundle, "b", given, now=datetime.now(UTC), pin=None, model=None)
+    assert loading.verify(model, manifest=bundle, trust=store, pin=f"sha256:{signed.sha256}").is_accepted
+
+
+def test_a_file_of_two_names_is_refused_as_with_a_manifest(model: Path, bundle: bytes, tmp_path: Path) -> None:
+    (tmp_path / "other").hardlink_to(model / "weights.pkl")
+    report = loading.check(model, manifest=bundle, trust=KEY.public)
+    assert [(f.file, f.code) for f in report.findings] == [("weights.pkl", "hard-link")]
 
 
 def test_a_bundle_cannot_be_loaded(model: Path, bundle: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from safeload.errors import (
     StagingError,
 )
 from safeload.trust.history import History, format_instant
-from safeload.trust.store import GIVEN_KEYS
+from safeload.trust.store import GIVEN_KEYS, TrustStore
 from tests.simulator import CONFIG, MODEL, NESTED, PLAIN, QUANTIZED, README, CheckpointSimulator
 
 VERBS = ["verify", "load"]
@@ -329,7 +330,13 @@ def test_a_report_is_evidence(checkpoint: CheckpointSimulator, history: Path) ->
         "model": MODEL,
         "revision": None,
         "purpose": None,
-        "history": {"path": str(history), "first_use": True, "clock_moved_back_seconds": 0},
+        "history": {
+            "path": str(history),
+            "first_use": True,
+            "remembered": None,
+            "clock_moved_back_seconds": 0,
+        },
+        "trust_pin": None,
     }
     assert value["tool"] == {"name": "safeload", "version": __version__}
     assert before <= datetime.fromisoformat(value["time"]) <= datetime.now(UTC)
@@ -437,3 +444,32 @@ def test_verify_json_is_the_evidence(checkpoint: CheckpointSimulator, command: C
     assert [accepted["expected"]["model"], rejected["expected"]["model"]] == [None, "x"]
     assert accepted["tool"] == rejected["tool"] == {"name": "safeload", "version": __version__}
     assert rejected["findings"][0]["path"] == str(checkpoint.manifest)
+
+
+def test_the_first_use_is_that_of_a_model_and_not_of_a_file(checkpoint: CheckpointSimulator, history: Path) -> None:
+    checkpoint.verify(history=history)
+    checkpoint.sign(model="another")
+    memory = checkpoint.verify(history=history).facts["expected"]["history"]
+    assert (memory["first_use"], memory["remembered"]) == (True, None)
+    memory = checkpoint.verify(history=history).facts["expected"]["history"]
+    assert memory["first_use"] is False
+    assert memory["remembered"]["version"] == 1
+
+
+@pytest.mark.parametrize("verb", ["load", "verify", "check"])
+def test_trust_and_policy_in_the_checkpoint_are_nobodys_word(checkpoint: CheckpointSimulator, verb: str) -> None:
+    checkpoint.add("config2.json", b"{}")
+    checkpoint.sign()
+    for options in ({"trust": checkpoint.path("config2.json")}, {"policy": checkpoint.path("README.md")}):
+        with pytest.raises(ConfigError, match="lies in the checkpoint"):
+            getattr(checkpoint, verb)(**options)
+
+
+def test_a_pin_does_not_let_a_history_learn_an_epoch_that_was_not_granted(
+    checkpoint: CheckpointSimulator, history: Path
+) -> None:
+    store = replace(TrustStore.of_keys([checkpoint.key.public]), version=1)
+    checkpoint.sign(epoch=9)
+    findings = refused(checkpoint, RollbackError, trust=store, pin=pin(checkpoint), history=history)
+    assert [finding.code for finding in findings] == ["fast-forward"]
+    assert not history.exists()

@@ -552,3 +552,18 @@ def test_six_thousand_files_are_parsed_within_a_second() -> None:
     start = time.process_time()
     assert len(Manifest.parse(payload).files) == 6000
     assert time.process_time() - start < 1  # measured: 0.15 s; ten times that would be a quadratic step
+
+
+@pytest.mark.parametrize(
+    "expires",
+    [
+        datetime(9999, 12, 31, 23, 59, 59, tzinfo=timezone(-timedelta(hours=23))),
+        datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=23))),
+        datetime(2030, 1, 1),  # noqa: DTZ001 - that it has no zone is the point
+    ],
+)
+def test_an_expiry_that_is_no_moment_is_a_config_error(expires: datetime) -> None:
+    with pytest.raises(ConfigError, match="expires"):
+        Manifest.of(
+            [], stream="m", revision="r", issued=datetime(2026, 1, 1, tzinfo=UTC), tool_version="0", expires=expires
+        )

@@ -649,3 +649,14 @@ def test_an_array_that_memory_has_no_room_to_reorder_is_refused_and_the_run_goes
     report = scan(tmp_path, digests=True)
     assert [[f.code for f in file.findings] for file in report.files] == [["unreadable"], []]
     assert "in C order takes twice as much memory" in report.files[0].findings[0].message
+
+
+def test_a_policy_in_what_is_scanned_is_nobodys_word(tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    write(folder / "a", pickled(np.ones(2)))
+    policy = write(folder / "README.md", (Path(__file__).parents[2] / "policies/numpy-quantized.toml").read_bytes())
+    with pytest.raises(ConfigError, match="lies in the checkpoint"):
+        scan(folder, policy=policy)
+    outside = policy.rename(tmp_path / "mine.toml")
+    assert scan(folder, policy=outside).is_accepted

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from safeload import verifying
 from safeload.digests import sha256_hex
 from safeload.errors import (
     ConfigError,
@@ -636,3 +637,28 @@ def test_a_key_of_low_order_cannot_be_trusted(y: int) -> None:
     # Under such a key R = A, S = 0 fits about every eighth message.
     with pytest.raises(ConfigError, match="small order"):
         PublicKey(A.public.der[:-32] + y.to_bytes(32, "little"))
+
+
+def test_a_lock_that_somebody_deleted_is_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    with verifying._locked(path):
+        held = Path(f"{path}.lock").stat().st_ino
+    taken = os.open(f"{path}.lock", os.O_RDWR)
+    Path(f"{path}.lock").unlink()
+    try:
+        assert not verifying._is_still_there(taken, path)
+    finally:
+        os.close(taken)
+    with verifying._locked(path):
+        assert Path(f"{path}.lock").exists()
+    assert held
+
+
+@pytest.mark.parametrize("name", [".", "folder", "/dev/null"])
+def test_what_is_no_history_leaves_no_lock_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError):
+        HistoryFile.open(name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert not Path("/dev/null.lock").exists()
