@@ -29,7 +29,7 @@ from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport, Progress, Report
 from safeload.scanning import file_report, parse, policy_facts, refused, scan
 from safeload.trust.certificates import CertificateRoots
-from safeload.trust.store import Trust, load_trust
+from safeload.trust.store import SigstoreIdentity, Trust, load_trust
 
 if TYPE_CHECKING:
     from safeload.trust.keys import SecretKey
@@ -45,17 +45,20 @@ def trusted_bundle(
     Args:
         bundle: As it was read once from wherever it lay.
         source: What to call it in findings.
-        trust: As `load` takes it; a file of PEM certificates names authorities whose certificates may sign.
+        trust: As `load` takes it; a file of PEM certificates names authorities whose certificates may sign, and a
+            `SigstoreIdentity` somebody who signs without a key of their own.
         now: The moment at which keys and certificates must be valid.
         pin: The digest of the one statement that is accepted.
         model: The name that it must state.
     """
     items = [trust] if isinstance(trust, str | Path) or not isinstance(trust, Sequence) else list(trust)
     certificates = {item: pem for item in items if isinstance(item, str | Path) and (pem := _certificates(item))}
-    others = [item for item in items if not isinstance(item, str | Path) or item not in certificates]
+    identity = next((item for item in items if isinstance(item, SigstoreIdentity)), None)
+    keys = [item for item in items if not isinstance(item, SigstoreIdentity)]
+    others = [item for item in keys if not isinstance(item, str | Path) or item not in certificates]
     roots = CertificateRoots.from_pem(b"\n".join(certificates.values())) if certificates else None
-    store = load_trust(others) if others or roots is None else None
-    signed = verify_bundle(bundle, store, roots=roots, now=now, pin=pin, model=model, source=source)
+    store = load_trust(others) if others or (roots is None and identity is None) else None
+    signed = verify_bundle(bundle, store, roots=roots, identity=identity, now=now, pin=pin, model=model, source=source)
     if store is not None and pin is None and store.epochs.get(signed.name, 1) > 1:
         # A bundle states no epoch, so it cannot be of the one that the root has raised the model to.
         message = f"expected epoch {store.epochs[signed.name]}, which the trust store grants to {escape(signed.name)}, "

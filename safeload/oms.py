@@ -33,8 +33,8 @@ from safeload.trust import oms as bundles
 from safeload.trust.certificates import CertificateRoots
 from safeload.trust.dsse import pae
 from safeload.trust.keys import SecretKey
-from safeload.trust.oms import Bundle, BundleSigner, SigstoreIdentity
-from safeload.trust.store import Publisher, TrustStore
+from safeload.trust.oms import Bundle, BundleSigner
+from safeload.trust.store import Publisher, SigstoreIdentity, TrustStore
 
 STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Final = "https://model_signing/signature/v1.0"

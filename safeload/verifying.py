@@ -143,7 +143,7 @@ def _trusted(data: bytes, trust: TrustStore, now: datetime, source: str) -> Trus
     manifest = Manifest.parse(envelope.payload)
     publisher = next((each for each in satisfied if each.may_sign(manifest.stream)), None)
     if publisher is None:
-        raise _not_counted(idle, trust, _why_out_of_scope(manifest.stream, trust, signers, source))
+        raise _not_counted(idle, trust, _why_out_of_scope(manifest.stream, trust, signers))
     sha256 = sha256_hex(envelope.payload)
     if sha256 in trust.revoked_manifests:
         raise RevokedError(
@@ -215,7 +215,7 @@ def _check_current(manifest: Manifest, trust: TrustStore, now: datetime, *, sha2
                 code,
                 f"expected epoch {epoch}, which version {trust.version} of the trust store grants to "
                 f"{escape(manifest.stream)}, found epoch {manifest.epoch}",
-                hint="get the newest manifest from its publisher"
+                hint=f"get the newest manifest from its publisher, who signs it with --epoch {epoch}"
                 if code == "rollback"
                 else "get the newest trust store with `safeload trust update`",
             )
@@ -362,12 +362,14 @@ def _met(publisher: Publisher, signers: dict[str, PublicKey]) -> bool:
     return len(signers.keys() & set(publisher.keyids)) >= publisher.threshold
 
 
-def _shortfall(publisher: Publisher, signers: dict[str, PublicKey], source: str) -> Finding:
+def _shortfall(publisher: Publisher, signers: dict[str, PublicKey]) -> Finding:
     found = len(signers.keys() & set(publisher.keyids))
     return Finding(
         "threshold-not-met",
         f"expected {publisher.threshold} signatures of {escape(publisher.name)}, found {found}",
-        hint=f"have {publisher.threshold - found} more of its keys sign, then: {_command(source)}",
+        # Not a command with another key: named beside a store, that would take the threshold away.
+        hint=f"ask the publisher for a manifest that {publisher.threshold} of its keys signed "
+        "(`safeload sign --key A --key B`, or `safeload attach-signature`)",
     )
 
 
@@ -376,14 +378,14 @@ def _why_untrusted(
 ) -> Finding:
     if fitting:
         nearest = min(trust.publishers, key=lambda p: p.threshold - len(signers.keys() & set(p.keyids)))
-        return _shortfall(nearest, signers, source)
+        return _shortfall(nearest, signers)
     hints = [signature.keyid for signature in envelope.signatures if signature.keyid]
     if broken := [keyid for keyid in hints if keyid in trust.keys]:
         return Finding(
             "bad-signature",
             f"expected a signature by trusted key {broken[0][:16]}, found one that does not fit: "
             "the manifest or its signature was changed after it was signed",
-            hint=f"get the manifest from its publisher again, then: {_command(source)}",
+            hint="get the manifest from its publisher again",
         )
     claimed = f"; it names {', '.join(escape(keyid[:16]) for keyid in hints[:4])}" if hints else ""
     return Finding(
@@ -393,14 +395,15 @@ def _why_untrusted(
     )
 
 
-def _why_out_of_scope(stream: str, trust: TrustStore, signers: dict[str, PublicKey], source: str) -> Finding:
+def _why_out_of_scope(stream: str, trust: TrustStore, signers: dict[str, PublicKey]) -> Finding:
     entitled = [publisher for publisher in trust.publishers if publisher.may_sign(stream)]
     if entitled:
-        return _shortfall(entitled[0], signers, source)
+        return _shortfall(entitled[0], signers)
     return Finding(
         "stream-not-in-scope",
         f"expected a stream that its signers may sign, found {escape(stream)}",
-        hint=f"check which model you meant; to trust one key for any: {_command(source)}",
+        hint="check which model you meant; a publisher signs with a --model in its scope, and a root widens that with "
+        "`safeload trust add --stream`",
     )
 
 

@@ -19,7 +19,7 @@ import typer.main
 
 from safeload import __version__
 from safeload.cli import checkpoints, demo, explanations, keys, options, policies, signatures, trust
-from safeload.cli.output import Output, flush
+from safeload.cli.output import Output, flush, silence_stdout
 from safeload.errors import OperationalError, RejectedError, escape
 
 _EPILOG = """\
@@ -119,6 +119,10 @@ def _run(arguments: list[str], out: Output) -> int:
         if out.json:
             out.object({"schema": 1, "verdict": "none", "files": [], "findings": [_INTERRUPTED]})
         return OperationalError.exit_code
+    except BrokenPipeError:
+        # Typer prints its help itself; a reader that has seen enough of it is no fault.
+        silence_stdout()
+        return 0
     except SystemExit as err:
         return 0 if not err.code else OperationalError.exit_code
     except MemoryError:

@@ -179,7 +179,7 @@ def _grok1_parameters(directory: Path) -> Mapping[str, str]:
 def verify(
     directory: options.Directory,
     manifest: options.Manifest,
-    trust: options.Trust,
+    trust: options.BundleTrust = None,
     policy: options.Policy = options.DEFAULT_POLICY_NAME,
     pin: options.Pin = None,
     model: options.ExpectedModel = None,
@@ -187,19 +187,34 @@ def verify(
     history: options.History = None,
     purpose: options.Purpose = None,
     trust_pin: options.TrustPin = None,
+    sigstore_identity: options.SigstoreWho = None,
+    sigstore_issuer: options.SigstoreIssuer = None,
+    sigstore_root: options.SigstoreRoot = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Prove that DIR holds exactly the files that a trusted key signed, and that the policy allows them."""
     out = Output(json=json, verbose=verbose)
 
-    from safeload import loading
+    sigstore = (sigstore_identity, sigstore_issuer, sigstore_root)
+    if any(sigstore) and not all(sigstore):
+        raise ConfigError(
+            "--sigstore-identity, --sigstore-issuer and --sigstore-root go together", hint="name all three"
+        )
+    if not trust and not any(sigstore):
+        raise ConfigError("missing option '--trust'", hint="name the public key of who signed: --trust KEY.pub")
 
+    from safeload import loading
+    from safeload.trust.store import SigstoreIdentity
+
+    trusted: list[Path | SigstoreIdentity] = [*(trust or [])]
+    if sigstore_identity and sigstore_issuer and sigstore_root:
+        trusted.append(SigstoreIdentity(sigstore_identity, sigstore_issuer, sigstore_root))
     with out.progress() as progress:
         report = loading.check(
             directory,
             manifest=manifest,
-            trust=trust,
+            trust=trusted,
             policy=policy,
             pin=pin,
             model=model,

@@ -57,6 +57,24 @@ Trust = Annotated[
     list[Path],
     typer.Option("--trust", metavar="TRUST", help="a public key or a trust store; repeatable", show_default=False),
 ]
+BundleTrust = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--trust",
+        metavar="TRUST",
+        help="a public key, a trust store or, for a bundle, certificates; repeatable",
+        show_default=False,
+    ),
+]
+SigstoreWho = Annotated[
+    str | None, typer.Option("--sigstore-identity", metavar="WHO", help="for a bundle: who signed it without a key")
+]
+SigstoreIssuer = Annotated[
+    str | None, typer.Option("--sigstore-issuer", metavar="URL", help="who vouches for that identity")
+]
+SigstoreRoot = Annotated[
+    Path | None, typer.Option("--sigstore-root", metavar="FILE", help="Sigstore's trusted_root.json; never fetched")
+]
 Pin = Annotated[
     str | None,
     typer.Option(

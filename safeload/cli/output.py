@@ -197,6 +197,11 @@ def _write(stream: TextIO | None, data: str) -> None:
         raise OperationalError(f"the output cannot be written: {os.strerror(err.errno or 0)}") from err
 
 
+def silence_stdout() -> None:
+    """Give up on a stdout that nobody reads any more."""
+    _silence(sys.stdout)
+
+
 def _silence(stream: TextIO) -> None:
     """Point a dead stream at nothing, so that neither we nor Python's shutdown meet the error again."""
     nothing = os.open(os.devnull, os.O_WRONLY)

@@ -10,7 +10,7 @@ from safeload.errors import Finding
 from safeload.rendering.text import printable
 from safeload.report import SCHEMA_VERSION, finding_json
 
-app = typer.Typer(cls=options.Group, help="List the shipped policies, or show one.", no_args_is_help=True)
+app = typer.Typer(cls=options.Group, help="List, show and compare policies.", no_args_is_help=True)
 
 
 @app.command("list", cls=options.Command)

@@ -134,7 +134,7 @@ def _attach(data: bytes, signature: bytes, key: Any) -> bytes:
         return attach(data, signature, key)
     except SignatureError:
         try:
-            decoded = binascii.a2b_base64(signature.strip(), strict_mode=True)
+            decoded = binascii.a2b_base64(b"".join(signature.split()), strict_mode=True)
         except ValueError:
             decoded = b""
         if not decoded:

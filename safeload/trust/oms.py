@@ -10,7 +10,6 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,7 +20,7 @@ from safeload.trust import strict_json
 from safeload.trust.certificates import CertificateRoots, certified_key
 from safeload.trust.dsse import MAX_ENVELOPE_BYTES, Envelope, Signature, decode_base64
 from safeload.trust.keys import PublicKey
-from safeload.trust.store import TrustStore
+from safeload.trust.store import SigstoreIdentity, TrustStore
 
 MEDIA_TYPE: Final = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
@@ -46,22 +45,6 @@ _HINT_ECDSA: Final = "ask for a signature with an ECDSA key"
 _HINT_SIGSTORE: Final = "name the identity, its issuer and a trusted root file"
 
 Method: TypeAlias = Literal["key", "certificate", "sigstore"]
-
-
-@dataclass(frozen=True, slots=True)
-class SigstoreIdentity:
-    """Whom to accept where a bundle is signed without a long-lived key, and who vouches for that.
-
-    Attributes:
-        identity: What the certificate must name: an e-mail address, or the URI of a workflow.
-        issuer: Who must have authenticated it: the URL of an OpenID Connect provider.
-        trusted_root: File with the authorities' and logs' keys (Sigstore's `trusted_root.json`). There is no default,
-            and nothing is fetched.
-    """
-
-    identity: str
-    issuer: str
-    trusted_root: Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,27 @@ _MAX_DEPTH: Final = 8
 GIVEN_KEYS: Final = "keys given"
 """Name of the publisher that stands for keys which the caller named one by one."""
 
-Trust: TypeAlias = "TrustStore | str | Path | PublicKey | Sequence[str | Path | PublicKey | TrustStore]"
+Trust: TypeAlias = (
+    "TrustStore | str | Path | PublicKey | SigstoreIdentity"
+    " | Sequence[str | Path | PublicKey | TrustStore | SigstoreIdentity]"
+)
 """What a caller may name as trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SigstoreIdentity:
+    """Whom to accept where a bundle is signed without a long-lived key, and who vouches for that.
+
+    Attributes:
+        identity: What the certificate must name: an e-mail address, or the URI of a workflow.
+        issuer: Who must have authenticated it: the URL of an OpenID Connect provider.
+        trusted_root: File with the authorities' and logs' keys (Sigstore's `trusted_root.json`). There is no default,
+            and nothing is fetched.
+    """
+
+    identity: str
+    issuer: str
+    trusted_root: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +495,12 @@ def load_trust(trust: Trust, *, pin: str | None = None) -> TrustStore:
     pinned = None if pin is None else _pinned(pin)
     keys: list[PublicKey] = []
     stores: list[TrustStore] = []
-    for item in (trust,) if isinstance(trust, (str, Path, PublicKey, TrustStore)) else trust:
+    for item in (trust,) if isinstance(trust, (str, Path, PublicKey, TrustStore, SigstoreIdentity)) else trust:
+        if isinstance(item, SigstoreIdentity):
+            raise ConfigError(
+                "a Sigstore identity signs bundles of OpenSSF Model Signing, and no manifests",
+                hint="name the key that signed the manifest: --trust KEY.pub",
+            )
         found = item if isinstance(item, (PublicKey, TrustStore)) else _read(Path(item))
         if isinstance(found, TrustStore):
             stores.append(found)

@@ -886,3 +886,12 @@ def test_a_ci_job_gets_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pipe_gets_no_progress() -> None:
     with Output().progress() as progress:
         assert progress is None
+
+
+def test_a_reader_that_has_seen_enough_of_the_help_is_no_fault() -> None:
+    process = _start("load", "--help", stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=20) == 0

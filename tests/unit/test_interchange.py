@@ -10,8 +10,9 @@ from safeload import loading
 from safeload.cli import main
 from safeload.errors import ConfigError, DigestMismatchError, FileSetError, PolicyError, SignatureError
 from safeload.interchange import sign_bundle, trusted_bundle
+from safeload.publishing import sign
 from safeload.trust.keys import SecretKey
-from safeload.trust.store import TrustStore
+from safeload.trust.store import SigstoreIdentity, TrustStore
 from tests.simulator import pickled
 
 KEY = SecretKey.generate("ecdsa-p256")
@@ -130,3 +131,21 @@ def test_certificates_are_told_from_keys_by_their_content(bundle: bytes, tmp_pat
     pem.write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     with pytest.raises(ConfigError):
         trusted_bundle(bundle, "b", pem, now=datetime.now(UTC), pin=None, model=None)
+
+
+def test_a_sigstore_identity_is_taken_with_all_that_vouches_for_it_and_for_bundles_only(
+    model: Path, bundle: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.sig").write_bytes(bundle)
+    verify = ["verify", str(model), "-m", str(tmp_path / "b.sig")]
+    who = ["--sigstore-identity", "alice@example.com", "--sigstore-issuer", "https://issuer.example"]
+    assert main([*verify, *who]) == 2
+    assert "go together" in capsys.readouterr().err
+    assert main(verify) == 2
+    assert "--trust" in capsys.readouterr().err
+    # This bundle is signed by a key, which nobody named.
+    assert main([*verify, *who, "--sigstore-root", str(tmp_path / "root.json")]) == 1
+    envelope = sign(model, keys=[KEY], model="model", revision="r1")
+    identity = SigstoreIdentity("alice@example.com", "https://issuer.example", tmp_path / "root.json")
+    with pytest.raises(ConfigError, match="and no manifests"):
+        loading.verify(model, manifest=envelope, trust=[KEY.public, identity])

@@ -22,8 +22,8 @@ from safeload.oms import OmsFile, OmsManifest, verify_bundle, write_bundle
 from safeload.signing import sign_manifest
 from safeload.trust.dsse import Envelope
 from safeload.trust.keys import KeyKind, PublicKey, SecretKey
-from safeload.trust.oms import BundleSigner, SigstoreIdentity, is_bundle
-from safeload.trust.store import Publisher, Revocation, TrustStore, Validity
+from safeload.trust.oms import BundleSigner, is_bundle
+from safeload.trust.store import Publisher, Revocation, SigstoreIdentity, TrustStore, Validity
 from tests.oms_sample import DEFAULT_IGNORES, NOW, Edit, bundle, hint_of, resource, seal, shards, statement
 
 KINDS: tuple[KeyKind, ...] = ("ecdsa-p256", "ecdsa-p384", "ecdsa-p521")

@@ -97,3 +97,8 @@ def test_the_policy_of_the_readme_is_one() -> None:
     base = load_policy("numpy-quantized")
     assert len(policy.additions_to(base)) == 2
     assert len(base.additions_to(policy)) == 2
+
+
+def test_the_digest_of_the_default_policy_is_the_one_that_is_shown() -> None:
+    shown = set(re.findall(r"^policy    numpy-quantized  sha256:([0-9a-f]{64})$", README, re.MULTILINE))
+    assert shown == {load_policy("numpy-quantized").sha256}
