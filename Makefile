@@ -16,7 +16,7 @@ JOBS ?= 2
 FUZZ_SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help $(VENV) demo test lint bench bench-peers fuzz clean
+.PHONY: help $(VENV) demo test lint bench bench-peers fuzz mutate clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[^#[:space:]].*:.*## / {sub(/\$$\(VENV\)/, "$(VENV)", $$1); printf "%-11s %s\n", $$1, $$2}' \
@@ -55,6 +55,9 @@ fuzz: $(STAMP) ## feed damaged and random bytes to the parsers for FUZZ_SECONDS 
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,fuzz]'
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+mutate: $(STAMP) ## remove each check of the pickle gate in turn, and see that a test fails for it
+	$(BIN)/python -m tests.mutate
 
 clean: ## remove the environment and everything that was made
 	rm -rf $(VENV) build dist .coverage* .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -894,4 +894,4 @@ def test_a_reader_that_has_seen_enough_of_the_help_is_no_fault() -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == ""
-    assert process.wait(timeout=20) == 0
+    assert process.wait(timeout=20) in {0, 2}  # and never 1, which is a verdict
