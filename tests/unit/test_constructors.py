@@ -647,3 +647,14 @@ def test_a_refused_global_is_the_cause_wherever_it_ends_up(body: bytes) -> None:
     assert error.findings[0].code == "global-not-allowed"
     # What breaks behind it is a consequence, and our own stand-in for it is no word for a user.
     assert not any("Refused" in finding.message for finding in error.findings)
+
+
+@pytest.mark.parametrize("byte", [2, 0x80, 0xA2, 0xFF])
+def test_a_scalar_bool_of_another_byte_than_0_and_1_is_refused(byte: int) -> None:
+    call = w.call("numpy._core.multiarray", "scalar", w.dtype("b1"), w.data(bytes([byte])))
+    parsed = parse(build(call), EVERY)
+    assert parsed.refusal is not None
+    assert parsed.refusal.findings[0].code == "bad-payload"
+    for plain in (b"\0", b"\1"):
+        accepted = w.call("numpy._core.multiarray", "scalar", w.dtype("b1"), w.data(plain))
+        assert parse(build(accepted), EVERY).refusal is None

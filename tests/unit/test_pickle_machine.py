@@ -617,3 +617,12 @@ def test_wide_text_counts_for_what_it_takes() -> None:
     )
     error = refusal(op.PROTO(4) + op.BINUNICODE(wide) + b".", policy_with(limits={"max_inline_bytes": 2000}))
     assert type(error) is LimitError
+
+
+def test_byte_strings_are_counted_though_nothing_holds_them() -> None:
+    stream = P4 + op.SHORT_BINBYTES(b"") + op.POP()
+    many = P4 + (op.SHORT_BINBYTES(b"") + op.POP()) * (2 * WINDOW_BYTES)
+    assert parse(stream + b"N.", policy_with(limits={"max_values": 1000})).refusal is None
+    error = refusal(many + b"N.", policy_with(limits={"max_values": 1000}))
+    assert type(error) is LimitError
+    assert "byte strings" in error.findings[0].message

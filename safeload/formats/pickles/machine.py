@@ -143,8 +143,6 @@ class Machine:
         items = len(self._stack) + sum(map(len, self._outer))
         if items > self._limits.max_stack_items:
             self._limit("max_stack_items", f"{items:,} values on the stack")
-        if len(self._memo) > self._limits.max_memo_entries:
-            self._limit("max_memo_entries", f"{len(self._memo):,} memo entries")
         if self._n_payloads > self._limits.max_values:
             self._limit("max_values", f"{self._n_payloads:,} byte strings")
 
