@@ -10,12 +10,11 @@ from typing import Any, Final, TypedDict, get_args
 
 from safeload import __version__
 from safeload.errors import ConfigError, Finding, escape
-from safeload.files import lies_in
+from safeload.files import require_outside
 from safeload.manifest import RestoreKind, TrustedManifest, missing_roles
-from safeload.policy import Policy
-from safeload.scanning import manifest_facts, require_outside
+from safeload.scanning import manifest_facts
 from safeload.trust.history import format_instant
-from safeload.trust.store import Trust, TrustStore, load_trust
+from safeload.trust.store import Trust, TrustStore, load_trust, trust_items
 from safeload.verifying import HistoryFile, is_expired, parse_pin, verify_manifest
 
 
@@ -71,11 +70,8 @@ class Expected:
             parse_pin(pin)
         if purpose is not None and purpose not in get_args(RestoreKind):
             raise ConfigError(f"purpose: expected {' or '.join(get_args(RestoreKind))}, found {escape(str(purpose))!r}")
-        if history is not None and lies_in(history, directory):
-            raise ConfigError(
-                f"the history {escape(str(history))} lies in the checkpoint, where others decide what is in it",
-                hint="keep it where only you can write: --history FILE",
-            )
+        if history is not None:
+            require_outside("history", history, directory)
         remembered = None if history is None else HistoryFile.open(history)
         return cls(
             load_trust(trust, pin=trust_pin), trust_pin, pin, model, revision, remembered, purpose, datetime.now(UTC)
@@ -136,20 +132,11 @@ class Expected:
         }
 
 
-def keep_out(directory: str | Path, trust: Trust, policy: str | Path | Policy) -> None:
-    """Refuse a trust file or a policy that lies in the checkpoint, where others decide what is in it.
-
-    Raises:
-        ConfigError: One does.
-    """
-    items = [trust] if isinstance(trust, str | Path) or not isinstance(trust, Sequence) else trust
-    require_outside(policy, directory)
-    for item in items:
-        if isinstance(item, str | Path) and lies_in(item, directory):
-            raise ConfigError(
-                f"the trust file {escape(str(item))} lies in the checkpoint, where others decide what is in it",
-                hint="name one that you got elsewhere",
-            )
+def require_trust_outside(trust: Trust, directory: str | Path) -> None:
+    """Refuse a trust file that lies in the checkpoint; see `require_outside`, whose error it raises."""
+    for item in trust_items(trust):
+        if isinstance(item, str | Path):
+            require_outside("trust file", item, directory)
 
 
 def run_facts(now: datetime) -> dict[str, Any]:

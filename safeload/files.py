@@ -86,6 +86,19 @@ def lies_in(path: str | Path, directory: str | Path) -> bool:
         raise ConfigError(f"cannot tell where {escape(str(path))} lies: {reason(err)}", hint="check the path") from err
 
 
+def require_outside(what: str, path: str | Path, directory: str | Path) -> None:
+    """Refuse a file of ours that lies in the checkpoint, where others decide what is in it.
+
+    Raises:
+        ConfigError: It does, or that cannot be told.
+    """
+    if lies_in(path, directory):
+        raise ConfigError(
+            f"the {what} {escape(str(path))} lies in the checkpoint, where others decide what is in it",
+            hint="name one that lies where only you can write",
+        )
+
+
 class Root:
     """A directory held open, so that what is below it is found from there and from nowhere else.
 

@@ -6,7 +6,7 @@ be scanned while its bytes are compared; but to load one, sign a manifest of our
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport, Progress, Report
 from safeload.scanning import file_report, parse, policy_facts, refused, scan
 from safeload.trust.certificates import CertificateRoots
-from safeload.trust.store import SigstoreIdentity, Trust, load_trust
+from safeload.trust.store import SigstoreIdentity, Trust, load_trust, trust_items
 
 if TYPE_CHECKING:
     from safeload.trust.keys import SecretKey
@@ -51,7 +51,7 @@ def trusted_bundle(
         pin: The digest of the one statement that is accepted.
         model: The name that it must state.
     """
-    items = [trust] if isinstance(trust, str | Path) or not isinstance(trust, Sequence) else list(trust)
+    items = trust_items(trust)
     certificates = {item: pem for item in items if isinstance(item, str | Path) and (pem := _certificates(item))}
     identity = next((item for item in items if isinstance(item, SigstoreIdentity)), None)
     keys = [item for item in items if not isinstance(item, SigstoreIdentity)]

@@ -27,11 +27,11 @@ from safeload.errors import (
     escape,
     reason,
 )
-from safeload.expecting import Expectations, Expected, evidence, hinted, keep_out, mixture_hint, run_facts
+from safeload.expecting import Expectations, Expected, evidence, hinted, mixture_hint, require_trust_outside, run_facts
 from safeload.manifest import TrustedManifest
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import Progress, Report
-from safeload.scanning import admit, policy_facts, verify_files
+from safeload.scanning import admit, policy_facts, require_policy_outside, verify_files
 from safeload.sizes import parse_size
 from safeload.staging import stage
 from safeload.trust.dsse import MAX_ENVELOPE_BYTES
@@ -116,7 +116,6 @@ def load_host(
     **expected: Unpack[Expectations],
 ) -> tuple[TrustedManifest, Mapping[str, Any]]:
     """Return the trusted manifest, and what each file holds with every tensor as a `HostTensor`; see `load`."""
-    keep_out(directory, trust, policy)
     held = hold(directory, manifest=manifest, trust=trust, **expected)
     return held.trusted, load_held(directory, held, policy=policy, memory_budget=memory_budget, progress=progress)
 
@@ -142,6 +141,7 @@ def hold(
     directory: str | Path, *, manifest: str | Path | bytes, trust: Trust, **expected: Unpack[Expectations]
 ) -> Held:
     """Verify a manifest and hold it against what is expected of it; the first half of `load_host`."""
+    require_trust_outside(trust, directory)
     envelope, source = read_manifest(manifest)
     if is_bundle(envelope):
         raise ConfigError(
@@ -164,6 +164,7 @@ def load_held(
     progress: Progress | None = None,
 ) -> Mapping[str, Any]:
     """Stage, admit and decode what a manifest lists; the second half of `load_host`."""
+    require_policy_outside(policy, directory)
     rules = load_policy(policy)
     budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
     trusted = held.trusted
@@ -239,7 +240,8 @@ def _check(
     expected: Expectations,
 ) -> tuple[Report, type[RejectedError] | None]:
     """Return the report, and the class of error that its findings make, None where it is accepted."""
-    keep_out(directory, trust, policy)
+    require_trust_outside(trust, directory)
+    require_policy_outside(policy, directory)
     rules = load_policy(policy)
     envelope, source = read_manifest(manifest)
     if is_bundle(envelope):

@@ -29,7 +29,7 @@ from safeload.errors import (
     escape,
     reason,
 )
-from safeload.files import Root, StreamSource, lies_in
+from safeload.files import Root, StreamSource, require_outside
 from safeload.formats import MemorySource, Parsed, Source
 from safeload.formats.detection import HEAD_BYTES, detect, looks_like_text
 from safeload.formats.inert import check_inert
@@ -131,17 +131,10 @@ _MAX_ROOTS: Final = 8
 """Directories that arguments name or lie in, held open at one time; each keeps up to 16 more descriptors."""
 
 
-def require_outside(policy: str | Path | Policy, directory: str | Path) -> None:
-    """Refuse a policy that lies in what it is to judge, where others decide what is in it.
-
-    Raises:
-        ConfigError: It does.
-    """
-    if isinstance(policy, str | Path) and is_policy_path(policy) and lies_in(policy, directory):
-        raise ConfigError(
-            f"the policy {escape(str(policy))} lies in the checkpoint, where others decide what is in it",
-            hint="name one that you got elsewhere",
-        )
+def require_policy_outside(policy: str | Path | Policy, directory: str | Path) -> None:
+    """Refuse a policy that lies in what it is to judge; see `require_outside`, whose error it raises."""
+    if isinstance(policy, str | Path) and is_policy_path(policy):
+        require_outside("policy", policy, directory)
 
 
 def _scan(
@@ -149,7 +142,7 @@ def _scan(
 ) -> Report:
     chosen = [paths] if isinstance(paths, str | Path) else paths
     for path in chosen:
-        require_outside(policy, path)
+        require_policy_outside(policy, path)
     rules = load_policy(policy)
     with ExitStack() as stack:
         files: list[FileReport] = []

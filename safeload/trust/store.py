@@ -478,6 +478,11 @@ def _fits(key: PublicKey, signature: bytes, message: bytes) -> bool:
     return True
 
 
+def trust_items(trust: Trust) -> Sequence[str | Path | PublicKey | TrustStore | SigstoreIdentity]:
+    """Return what a caller named as trusted, one by one."""
+    return (trust,) if isinstance(trust, (str, Path, PublicKey, TrustStore, SigstoreIdentity)) else trust
+
+
 def load_trust(trust: Trust, *, pin: str | None = None) -> TrustStore:
     """Return who is trusted: any of the keys that were named, and whom a trust file scopes.
 
@@ -495,7 +500,7 @@ def load_trust(trust: Trust, *, pin: str | None = None) -> TrustStore:
     pinned = None if pin is None else _pinned(pin)
     keys: list[PublicKey] = []
     stores: list[TrustStore] = []
-    for item in (trust,) if isinstance(trust, (str, Path, PublicKey, TrustStore, SigstoreIdentity)) else trust:
+    for item in trust_items(trust):
         if isinstance(item, SigstoreIdentity):
             raise ConfigError(
                 "a Sigstore identity signs bundles of OpenSSF Model Signing, and no manifests",

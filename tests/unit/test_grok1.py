@@ -626,3 +626,10 @@ def test_a_restore_can_be_held_to_one_manifest(restored: Restore) -> None:
     with pytest.raises(ManifestError) as refused:
         restored(pin="sha256:" + "0" * 64)
     assert [finding.code for finding in refused.value.findings] == ["pin-mismatch"]
+
+
+def test_trust_and_policy_in_the_checkpoint_are_refused_here_as_in_load(checkpoint: Path, restored: Restore) -> None:
+    inside = checkpoint / "ckpt-0" / "trust.json"
+    for options in ({"trust": inside}, {"policy": inside}):
+        with pytest.raises(ConfigError, match="lies in the checkpoint"):
+            restored(**options)
