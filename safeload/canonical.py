@@ -26,7 +26,13 @@ def view(payload: memoryview | bytes | bytearray, spec: TensorSpec) -> np.ndarra
         payload: Exactly the bytes of the tensor's extent.
         spec: What they are.
     """
-    array = np.frombuffer(payload, dtype=numpy_dtype(spec.dtype)).reshape(spec.shape, order=spec.order)
+    flat = np.frombuffer(payload, dtype=numpy_dtype(spec.dtype))
+    if spec.strides is None:
+        array = flat.reshape(spec.shape, order=spec.order)
+    else:
+        steps = tuple(step * flat.itemsize for step in spec.strides)
+        # The parser has shown that the view's last element is the payload's last.
+        array = np.ndarray(spec.shape, flat.dtype, buffer=flat, strides=steps)
     array.flags.writeable = False
     return array
 

@@ -1,10 +1,11 @@
-"""SHA-256 digests: of a buffer, and of bytes as they stream past. BLAKE3 beside them, where somebody asks for it."""
+"""SHA-256 digests: of a buffer, and of bytes as they stream past. BLAKE3 beside them, where somebody signed it."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from typing import Protocol, cast
+import zlib
+from typing import Literal, Protocol, TypeAlias, cast
 
 from safeload.errors import ConfigError
 
@@ -25,14 +26,58 @@ def sha256_hex(data: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+Algorithm: TypeAlias = Literal["sha256", "blake3"]
+"""A digest that a manifest can hold of a file; both are 32 bytes long."""
+
+
+class Crc32:
+    """The CRC-32 of zip archives (APPNOTE 4.4.7), which proves nothing against anybody and tells of accidents."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview, /) -> None:
+        """Take more bytes."""
+        self._value = zlib.crc32(data, self._value)
+
+    def digest(self) -> bytes:
+        """Return the checksum of all bytes so far, 4 bytes, the most significant first."""
+        return self._value.to_bytes(4, "big")
+
+    def hexdigest(self) -> str:
+        """Return the checksum of all bytes so far in hexadecimal."""
+        return self.digest().hex()
+
+
 class Hasher(Protocol):
     """Takes bytes as they come, and says their digest."""
 
     def update(self, data: memoryview, /) -> object:
         """Take more bytes."""
 
+    def digest(self) -> bytes:
+        """Return the digest of all bytes so far."""
+
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far in hexadecimal."""
+
+
+def new_hasher(algorithm: Algorithm) -> Hasher:
+    """Return a fresh hasher.
+
+    Raises:
+        ConfigError: It is BLAKE3, whose package is not installed.
+    """
+    return hashlib.sha256() if algorithm == "sha256" else new_blake3()
+
+
+def has_blake3() -> bool:
+    """Whether the package that computes BLAKE3 is installed."""
+    try:
+        new_blake3()
+    except ConfigError:
+        return False
+    return True
 
 
 def new_blake3() -> Hasher:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from safeload.errors import ConfigError, Finding, escape
+from safeload.errors import ConfigError, Finding, RejectedError, escape
 from safeload.files import Root, StreamSource
-from safeload.formats import Source
+from safeload.formats import MemorySource, Source
 from safeload.formats.detection import HEAD_BYTES, detect
 from safeload.formats.pickles import parse_pickle
-from safeload.formats.pickles.tracing import Step, TracingMachine
+from safeload.formats.pickles.tracing import Step, TracingMachine, TracingTorchMachine
+from safeload.formats.pytorch import is_legacy, parse_pytorch, parse_pytorch_legacy, pickle_of
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport
 from safeload.scanning import scan
@@ -76,12 +79,28 @@ def explain(path: str | Path, *, policy: str | Path | Policy = DEFAULT_POLICY) -
 
     target = Path(os.path.realpath(path))
     with Root(target.parent) as root, StreamSource(root.open(target.name), str(path)) as stream:
-        kind = detect(stream.read(0, HEAD_BYTES), stream.size)
-        if kind is not None and kind.name != "pickle":
+        head = stream.read(0, HEAD_BYTES)
+        kind = detect(head, stream.size)
+        torch = partial(TracingTorchMachine, tell=keep)
+        pickle: Source = stream
+        if kind is not None and kind.name == "zip":
+            parsed = parse_pytorch(stream, rules, machine=torch)
+            with suppress(RejectedError):
+                pickle = MemorySource(pickle_of(stream, rules))
+            if pickle is stream:
+                why = "it is a zip archive, and no pickle was found in it"
+                return Explanation(report, (), 0, why, has_program=False)
+        elif kind is not None and kind.name != "pickle":
             return Explanation(report, (), 0, f"it is {kind.noun}, and no pickle", has_program=False)
-        parsed = parse_pickle(stream, rules, machine=TracingMachine(stream, rules, keep))
+        elif is_legacy(head):
+            parsed = parse_pytorch_legacy(stream, rules, machine=torch)
+        else:
+            parsed = parse_pickle(stream, rules, machine=TracingMachine(stream, rules, keep))
         report = replace(report, globals=parsed.globals, findings=tuple(map(_without_this_hint, report.findings)))
-        program, has_program = _decompile(stream)
+        if is_legacy(head):
+            program, has_program = "it is several pickles, and this is the one that names the tensors", False
+        else:
+            program, has_program = _decompile(pickle)
     return Explanation(report, tuple(steps), n_steps, program, has_program)
 
 

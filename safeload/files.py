@@ -6,6 +6,7 @@ above it, so a link that is swapped in while we work is met, and refused, and ne
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
 import hashlib
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES, new_blake3
-from safeload.errors import ConfigError, FileSetError, Finding, StagingError, escape, reason
+from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES, Crc32, Hasher, new_blake3
+from safeload.errors import ConfigError, FileSetError, Finding, FormatError, LimitError, StagingError, escape, reason
 
 MAX_DEPTH = 64
 """Deepest directory that a walk enters, in components below the root: twice what a manifest may name."""
@@ -375,10 +376,13 @@ class StreamSource:
     Attributes:
         path: What the file is called in errors.
         size: Length in bytes when it was opened.
-        digests: SHA-256 of each payload that was met, by its offset, where that was asked for.
+        digests: SHA-256 of each payload that was met, by its offset and length, where that was asked for; complete
+            after `finish`.
         chunk_digests: SHA-256 of each `CHUNK_BYTES` of a file that is longer, as far as it was read, where that was
             asked for; complete after `finish`.
+        blake3_chunk_digests: BLAKE3 of each of the same chunks, where both were asked for.
         blake3: BLAKE3 of the file after `finish`, 64 lower-case hexadecimal digits, where that was asked for.
+        refusal: What is wrong with the first bytes that did not have their checksum, after `finish`.
     """
 
     def __init__(
@@ -390,6 +394,7 @@ class StreamSource:
         payload_digests: bool = False,
         chunk_digests: bool = False,
         blake3: bool = False,
+        peek_limit: int = 0,
         advance: Callable[[int], None] = lambda _: None,
     ) -> None:
         """Take over `fd`, and close it when the context is left.
@@ -400,7 +405,8 @@ class StreamSource:
             hashing: Whether to hash every byte on the way to `finish`.
             payload_digests: Whether to take the digest of each payload that a parser meets, into `digests`.
             chunk_digests: With `hashing`, whether to take the digest of each chunk of a file that has several.
-            blake3: With `hashing`, whether to take the BLAKE3 digest of the file as well.
+            blake3: With `hashing`, whether to take BLAKE3 beside every SHA-256, of the file and of its chunks.
+            peek_limit: With `hashing`, most bytes to peek at, which are kept until they stream past.
             advance: Told how many bytes were hashed, after each piece; what it raises ends the reading.
 
         Raises:
@@ -408,10 +414,17 @@ class StreamSource:
             ConfigError: the package that computes BLAKE3 is not installed.
         """
         self.path = path
-        self.digests: dict[int, str] = {}
+        self.digests: dict[tuple[int, int], str] = {}
         self.chunk_digests: list[bytes] = []
+        self.blake3_chunk_digests: list[bytes] = []
         self.blake3: str | None = None
         self._payload_digests = payload_digests
+        self._payloads: list[tuple[int, int]] = []
+        self._checksums: dict[tuple[int, int], int] = {}
+        self.refusal: FormatError | None = None
+        self._peeked: list[tuple[int, bytes]] = []
+        self._peek_room = peek_limit
+        self._peek_limit = peek_limit
         self._advance = advance
         self._fd = fd
         try:
@@ -423,6 +436,7 @@ class StreamSource:
         self._chunk_hash = hashlib.sha256() if hashing and chunk_digests and self.size > CHUNK_BYTES else None
         try:
             self._blake3 = new_blake3() if hashing and blake3 else None
+            self._blake3_chunk = new_blake3() if self._blake3 is not None and self._chunk_hash is not None else None
         except ConfigError:
             os.close(fd)
             raise
@@ -455,11 +469,51 @@ class StreamSource:
             FileSetError: code "changed-while-read": the file is shorter than when it was opened.
             StagingError: the bytes could not be read.
         """
-        if self._payload_digests:
-            self.digests[offset] = self.payload_sha256(offset, nbytes)
+        if self._payload_digests and self._hash is not None and not self._position:
+            # A table that was peeked at names payloads in any order, and they may overlap: `finish` puts them in order.
+            self._payloads.append((offset, nbytes))
+        elif self._payload_digests:
+            self.digests[offset, nbytes] = self.payload_sha256(offset, nbytes)
+
+    def checksum(self, offset: int, nbytes: int, crc32: int) -> None:
+        """Compare the CRC-32 of bytes ahead of the stream as they pass, if this source hashes; see `refusal`."""
+        if self._hash is not None:
+            self._checksums[offset, nbytes] = crc32
+
+    def peek(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes ahead of the stream. A hashing source keeps them, and compares them when they stream past.
+
+        Raises:
+            FileSetError: code "changed-while-read": the file is shorter than when it was opened.
+            LimitError: more bytes than `peek_limit` were asked for.
+            StagingError: the bytes could not be read, or were passed already.
+        """
+        end = min(offset + nbytes, self.size)
+        if self._hash is not None:
+            if offset < self._position:
+                raise StagingError(f"{escape(self.path)}: byte {offset} was passed, and is to be peeked at")
+            at = bisect.bisect_left(self._peeked, (offset, b""))
+            for start, kept in self._peeked[at:]:
+                if start > offset:
+                    break
+                if len(kept) == end - offset:
+                    return kept
+            self._peek_room -= max(0, end - offset)
+            if self._peek_room < 0:
+                message = f"expected tables of at most {self._peek_limit:,} bytes in all, found more"
+                raise LimitError(Finding("too-much-inline", message, offset=offset))
+        pieces: list[bytes] = []
+        position = offset
+        while position < end:
+            pieces.append(self._pread(position, min(end - position, HASH_CHUNK_BYTES)))
+            position += len(pieces[-1])
+        data = b"".join(pieces)
+        if self._hash is not None and data:
+            bisect.insort(self._peeked, (offset, data))
+        return data
 
     def read_again(self, offset: int, nbytes: int) -> bytearray:
-        """Return a payload whose digest was taken, read a second time and found to have the same digest.
+        """Return a payload that was hashed, read a second time and, where its digest is known, held against that.
 
         Raises:
             FileSetError: code "changed-while-read": other bytes are there now.
@@ -470,7 +524,10 @@ class StreamSource:
         with memoryview(data) as view:
             while at < nbytes and (got := read_into(self._fd, view[at:], offset + at, path=self.path)):
                 at += got
-        if hashlib.sha256(data).hexdigest() != self.digests[offset]:
+        if at < nbytes:
+            raise self._changed("fewer")
+        known = self.digests.get((offset, nbytes))
+        if known is not None and hashlib.sha256(data).hexdigest() != known:
             raise self._changed("other bytes")
         return data
 
@@ -499,16 +556,46 @@ class StreamSource:
         """
         if self._hash is None:
             raise StagingError(f"{escape(self.path)} was opened without hashing")
+        self._hash_payloads()
         for _ in self._pieces(self._position, self.size):
             pass
         if read_into(self._fd, memoryview(bytearray(1)), self.size, path=self.path):
             raise self._changed("more")
         if self._chunk_hash is not None and self.size % CHUNK_BYTES:
-            self.chunk_digests.append(self._chunk_hash.digest())
+            self._end_chunk(self._chunk_hash)
             self._chunk_hash = None
         if self._blake3 is not None:
             self.blake3 = self._blake3.hexdigest()
         return self._hash.hexdigest()
+
+    def _hash_payloads(self) -> None:
+        """Take the digests of payloads that were told of ahead of the stream, each once, overlapping ones together."""
+        if (self._payloads or self._checksums) and self._position:
+            raise StagingError(f"{escape(self.path)}: payloads were told of ahead, and then bytes were read")
+        open_now: dict[tuple[int, int], list[Hasher]] = {}
+        wanted = set(self._payloads)
+        waiting = sorted(wanted | self._checksums.keys(), reverse=True)
+        while waiting or open_now:
+            if not open_now:
+                for _ in self._pieces(self._position, waiting[-1][0]):
+                    pass
+            while waiting and waiting[-1][0] <= self._position:
+                where = waiting.pop()
+                open_now[where] = [hashlib.sha256()] * (where in wanted) + [Crc32()] * (where in self._checksums)
+            ends = [offset + nbytes for offset, nbytes in open_now]
+            for piece in self._pieces(self._position, min([*ends, *(w[0] for w in waiting[-1:])])):
+                for digests in open_now.values():
+                    for digest in digests:
+                        digest.update(memoryview(piece))
+            for where in [payload for payload in open_now if sum(payload) <= self._position]:
+                digests = open_now.pop(where)
+                if where in wanted:
+                    self.digests[where] = digests[0].hexdigest()
+                if where in self._checksums and digests[-1].hexdigest() != f"{self._checksums[where]:08x}":
+                    expected, found = f"{self._checksums[where]:08x}", digests[-1].hexdigest()
+                    message = f"expected CRC-32 {expected} of {where[1]:,} bytes, as the archive has it, found {found}"
+                    finding = Finding("zip-checksum", message, offset=where[0], hint="fetch the file again")
+                    self.refusal = self.refusal or FormatError(finding)
 
     @property
     def _position(self) -> int:
@@ -554,16 +641,38 @@ class StreamSource:
         if not piece:
             raise self._changed("fewer")
         digest.update(piece)
+        if self._peeked:
+            self._compare_peeked(piece, position)
         if self._chunk_hash is not None:
             self._chunk_hash.update(piece)
+            if self._blake3_chunk is not None:
+                self._blake3_chunk.update(piece)
             if (position + len(piece)) % CHUNK_BYTES == 0:
-                self.chunk_digests.append(self._chunk_hash.digest())
+                self._end_chunk(self._chunk_hash)
                 self._chunk_hash = hashlib.sha256()
         if self._blake3 is not None:
             self._blake3.update(piece)
         self._filled += len(piece)
         self._advance(len(piece))
         return piece
+
+    def _end_chunk(self, digest: hashlib._Hash) -> None:
+        self.chunk_digests.append(digest.digest())
+        if self._blake3_chunk is not None:
+            self.blake3_chunk_digests.append(self._blake3_chunk.digest())
+            self._blake3_chunk = new_blake3()
+
+    def _compare_peeked(self, piece: memoryview, position: int) -> None:
+        """Hold what streams past against what was peeked at: a file must not be one thing to a parser, another here."""
+        end = position + len(piece)
+        for offset, data in self._peeked:
+            if offset >= end:
+                break
+            start, stop = max(offset, position), min(offset + len(data), end)
+            if start < stop and data[start - offset : stop - offset] != piece[start - position : stop - position]:
+                raise self._changed("other bytes")
+        passed = next((i for i, (at, data) in enumerate(self._peeked) if at + len(data) > end), len(self._peeked))
+        del self._peeked[:passed]
 
     def _changed(self, found: str) -> FileSetError:
         message = f"expected {self.size} bytes as when it was opened, found {found}"

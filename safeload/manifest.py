@@ -38,7 +38,7 @@ from pydantic.dataclasses import dataclass as record
 
 from safeload.digests import CHUNK_BYTES
 from safeload.errors import ConfigError, Finding, ManifestError, escape
-from safeload.tensors import DTYPE_ITEMSIZE, TensorSpec
+from safeload.tensors import DTYPE_ITEMSIZE, TENSOR_FORMATS, TensorSpec, span
 from safeload.trust import strict_json
 from safeload.trust.dsse import decode_base64
 
@@ -121,7 +121,7 @@ _MODEL_NAMES: Final[tuple[tuple[Role, re.Pattern[str]], ...]] = (
     ("template", re.compile(r"chat_template(?![a-z])")),
     ("tokenizer", re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|sentencepiece|spiece")),
 )
-"""How the names of files of each role begin, in lower case. The second table is not asked about pickles:
+"""How the names of files of each role begin, in lower case. The second table is not asked about tensors:
 `vocab_embedding` is a tensor."""
 
 
@@ -169,16 +169,17 @@ def role_of(kind: str, name: str) -> Role:
     """Return what a file is for, by its format and its name without directories.
 
     Args:
-        kind: Format of its content: "pickle", "json", "text" or "opaque".
+        kind: Format of its content, one of `FORMATS`.
         name: The last component of its path.
     """
-    tables = _STATE_NAMES if kind == "pickle" else _STATE_NAMES + _MODEL_NAMES
+    holds_tensors = kind in TENSOR_FORMATS or kind == "index"
+    tables = _STATE_NAMES if holds_tensors else _STATE_NAMES + _MODEL_NAMES
     lower = name.lower()
     for role, pattern in tables:
         if pattern.match(lower):
             return role
-    by_kind: dict[str, Role] = {"pickle": "weights", "json": "config", "text": "docs"}
-    return by_kind.get(kind, "other")
+    by_kind: dict[str, Role] = {"json": "config", "text": "docs", "store": "weights"}
+    return "weights" if holds_tensors else by_kind.get(kind, "other")
 
 
 def required_roles(kind: RestoreKind, present: Iterable[Role], *, more: Iterable[Role] = ()) -> tuple[Role, ...]:
@@ -236,6 +237,9 @@ Text = Annotated[str, StringConstraints(strict=True, max_length=4096)]
 NonEmptyText = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=4096)]
 Count = Annotated[int, Field(strict=True, ge=0, le=strict_json.MAX_INTEGER)]
 Ordinal = Annotated[int, Field(ge=1, le=strict_json.MAX_INTEGER)]
+FORMATS: Final = (*TENSOR_FORMATS, "index", "json", "text", "opaque", "store")
+"""What a file's content can be: a container of tensors, an index of such files, data beside them, or a part of an array
+store (Orbax) that safeload verifies and does not read."""
 DTypeName = Literal[tuple(DTYPE_ITEMSIZE)]  # type: ignore[valid-type] # one table of dtypes, not a second list
 _Lax = Field(strict=False)  # JSON has lists, a frozen model has tuples; what is in them stays strict
 _First = FailFast()  # one thing that is wrong in a list is told, and a million are not collected
@@ -260,6 +264,8 @@ class ManifestTensor:
         nbytes: Length of the decoded payload in bytes.
         byteorder: Of the elements in the file.
         inline: Whether the file holds the payload in an encoding of its own, so that `nbytes` is no length in the file.
+        strides: Steps between neighbors along each dimension, in elements, for a view that is contiguous in neither
+            order; `nbytes` is then the span from its first element to its last.
         sha256: Of the value's C-order little-endian bytes, whatever the file's order is.
     """
 
@@ -271,6 +277,7 @@ class ManifestTensor:
     nbytes: Count
     byteorder: Literal["little", "big"] = "little"
     inline: Annotated[bool, Strict()] = False
+    strides: Annotated[tuple[Count, ...], _Lax, Field(max_length=MAX_RANK)] | None = None
     sha256: Sha256
 
     @classmethod
@@ -293,6 +300,7 @@ class ManifestTensor:
                 nbytes=spec.extent.nbytes,
                 byteorder="big" if spec.dtype.big_endian else "little",
                 inline=spec.extent.inline is not None,
+                strides=spec.strides,
                 sha256=spec.sha256,
             )
         except ValidationError as err:
@@ -311,6 +319,7 @@ class FileEntry:
             None for a file of one piece, or where nobody took them. They cover each byte, and the size bounds their
             number: a file whose chunks all match is the signed one as surely as one whose `sha256` does.
         blake3: Of the whole file, where its publisher wanted one beside SHA-256.
+        blake3_chunks: BLAKE3 of each chunk, written as `chunks` are; only beside `chunks` and `blake3`.
         format: What its content is.
         role: What it is for.
         parameter: Name of the parameter that this shard holds in the checkpoint's tree, for files that carry no names
@@ -324,7 +333,8 @@ class FileEntry:
     sha256: Sha256
     chunks: Chunks | None = None
     blake3: Sha256 | None = None
-    format: Literal["pickle", "json", "text", "opaque"]
+    blake3_chunks: Chunks | None = None
+    format: Literal[FORMATS]  # type: ignore[valid-type] # one table of formats
     role: Role
     parameter: NonEmptyText | None = None
     tensors: Annotated[tuple[ManifestTensor, ...], _Lax, _First] = ()
@@ -333,10 +343,17 @@ class FileEntry:
     @property
     def chunk_digests(self) -> tuple[bytes, ...]:
         """SHA-256 of each chunk, 32 bytes each, in order; empty where the manifest has none."""
-        if self.chunks is None:
-            return ()
-        joined = decode_base64(self.chunks)
-        return tuple(joined[start : start + _SHA256_BYTES] for start in range(0, len(joined), _SHA256_BYTES))
+        return _split_digests(self.chunks)
+
+    @property
+    def blake3_chunk_digests(self) -> tuple[bytes, ...]:
+        """BLAKE3 of each chunk, 32 bytes each, in order; empty where the manifest has none."""
+        return _split_digests(self.blake3_chunks)
+
+
+def _split_digests(chunks: str | None) -> tuple[bytes, ...]:
+    joined = b"" if chunks is None else decode_base64(chunks)
+    return tuple(joined[start : start + _SHA256_BYTES] for start in range(0, len(joined), _SHA256_BYTES))
 
 
 def encode_chunks(digests: bytes) -> str:
@@ -385,6 +402,8 @@ class Manifest(_Model):
         issued: When it was made, UTC.
         expires: When it stops to be current, UTC; None for never.
         previous: SHA-256 of the payload that this one replaces, None for the first.
+        derived_from: SHA-256 of the payload of the manifest whose checkpoint was converted to this one; None if none
+            was.
         kind: What a restore of it is for.
         requires: Roles that such a restore needs; each is the role of a file.
         hash: How chunks were hashed; there exactly if a file has chunks.
@@ -402,6 +421,7 @@ class Manifest(_Model):
     issued: Instant
     expires: Instant | None = None
     previous: Sha256 | None
+    derived_from: Sha256 | None = None
     kind: RestoreKind = "inference"
     requires: Annotated[tuple[Role, ...], _Lax, _First] = ()
     hash: Hashing | None = None
@@ -419,8 +439,12 @@ class Manifest(_Model):
         # One pass here: a validator for each entry would cost more than everything else together.
         for file in self.files:
             if file.chunks is not None:
-                _check_chunks(file)
-            if file.format != "pickle" and (file.tensors or file.globals or file.parameter):
+                _check_chunks(file, file.chunks)
+            if file.blake3_chunks is not None:
+                if file.chunks is None or file.blake3 is None:
+                    raise ValueError(f"{file.path!r}: expected `blake3_chunks` only beside `chunks` and `blake3`")
+                _check_chunks(file, file.blake3_chunks)
+            if file.format not in TENSOR_FORMATS and (file.tensors or file.globals or file.parameter):
                 message = f"a file of format {file.format} has no tensors, globals or parameter"
                 raise ValueError(f"{file.path!r}: {message}")
             for tensor in file.tensors:
@@ -453,6 +477,7 @@ class Manifest(_Model):
         expires: datetime | None = None,
         kind: RestoreKind = "inference",
         requires: Sequence[Role] = (),
+        derived_from: str | None = None,
     ) -> Manifest:
         """Return a manifest of the files, put in order and summed up.
 
@@ -468,6 +493,7 @@ class Manifest(_Model):
             expires: When it stops to be current, with its time zone.
             kind: What a restore of it is for.
             requires: Roles that such a restore needs, as `required_roles` has them.
+            derived_from: SHA-256 of the payload of the manifest whose checkpoint was converted.
 
         Raises:
             ManifestError: The files cannot stand in one manifest, or none has a required role.
@@ -493,6 +519,7 @@ class Manifest(_Model):
                 issued=_instant(issued),
                 expires=None if expires is None else _instant(expires),
                 previous=previous,
+                derived_from=derived_from,
                 kind=kind,
                 requires=tuple(requires),
                 hash=Hashing() if any(file.chunks is not None for file in entries) else None,
@@ -564,7 +591,7 @@ class Manifest(_Model):
 
 
 _ARGUMENTS: Final = frozenset(
-    {"epoch", "expires", "issued", "kind", "previous", "requires", "revision", "stream", "version"}
+    {"derived_from", "epoch", "expires", "issued", "kind", "previous", "requires", "revision", "stream", "version"}
 )
 """Fields of a manifest that a caller states, and no scan finds."""
 
@@ -648,17 +675,22 @@ def _check_paths(paths: Sequence[str]) -> None:
         raise ValueError("two paths differ only in case or normalization")
 
 
-def _check_chunks(file: FileEntry) -> None:
+def _check_chunks(file: FileEntry, chunks: str) -> None:
     nbytes = -(-file.size // CHUNK_BYTES) * _SHA256_BYTES
     # The text is canonical base64, so that its length and padding say how many bytes it stands for.
-    if file.size <= CHUNK_BYTES or file.chunks is None or len(file.chunks) != -(-nbytes // 3) * 4:
+    if file.size <= CHUNK_BYTES or len(chunks) != -(-nbytes // 3) * 4:
         raise ValueError(f"{file.path!r}: expected one chunk digest for each {CHUNK_BYTES} bytes of a longer file")
-    if len(file.chunks) - file.chunks.count("=") != -(-nbytes * 4 // 3):
+    if len(chunks) - chunks.count("=") != -(-nbytes * 4 // 3):
         raise ValueError(f"{file.path!r}: chunk digests are not {_SHA256_BYTES} bytes each")
 
 
 def _check_tensor(file: FileEntry, tensor: ManifestTensor) -> None:
-    expected = math.prod(tensor.shape) * DTYPE_ITEMSIZE[tensor.dtype]
+    elements = math.prod(tensor.shape)
+    if tensor.strides is not None:
+        if len(tensor.strides) != len(tensor.shape):
+            raise ValueError(f"{file.path!r}: tensor {tensor.name!r}: expected a stride for each dimension")
+        elements = span(tensor.shape, tensor.strides)
+    expected = elements * DTYPE_ITEMSIZE[tensor.dtype]
     if tensor.nbytes != expected:
         raise ValueError(f"{file.path!r}: tensor {tensor.name!r}: expected nbytes {expected}, found {tensor.nbytes}")
     if tensor.offset + (0 if tensor.inline else expected) > file.size:

@@ -34,7 +34,7 @@ from pydantic_core import ErrorDetails
 from safeload.digests import sha256_hex
 from safeload.errors import ConfigError, escape, reason
 from safeload.records import Record
-from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE
+from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE, TENSOR_FORMATS
 
 DEFAULT_POLICY = "numpy-quantized"
 """The policy that is used where none is named."""
@@ -60,9 +60,21 @@ INTERPRETED_GLOBALS = frozenset(
         "collections.OrderedDict",
         "jax._src.array._reconstruct_array",
         "jax._src.device_array.reconstruct_device_array",
+        *(f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3", "qtensor")),
+        *(f"torch._utils._rebuild_{name}" for name in ("parameter", "parameter_with_state")),
+        *(f"torch.{name}Storage" for name in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char")),
+        *(f"torch.{name}Storage" for name in ("Byte", "Bool", "ComplexDouble", "ComplexFloat")),
+        *(f"torch.{name}Storage" for name in ("QInt8", "QUInt8", "QInt32")),
+        "torch.storage.UntypedStorage",
+        *(f"torch.uint{bits}" for bits in (16, 32, 64)),
+        *(f"torch.float8_{name}" for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")),
+        "torch.per_tensor_affine",
+        "torch.per_channel_affine",
+        "torch.Size",
     }
 )
-"""Every global that a policy can list: those that `formats.pickles.constructors` interprets; a test holds it."""
+"""Every global that a policy can list: those that `formats.pickles` interprets, PyTorch's only in its own files. A test
+holds it against the constructors."""
 
 
 def _usable_as_field(name: str) -> str:
@@ -164,14 +176,14 @@ class PickleRules(_Model):
 class FormatRules(_Model):
     """Which containers of tensors may be loaded."""
 
-    allow: tuple[Literal["pickle"], ...] = ()
+    allow: tuple[Literal[TENSOR_FORMATS], ...] = ()  # type: ignore[valid-type] # one table of formats
 
 
 class InertFiles(_Model):
     """Files that are data and no tensors: admitted by name, checked by content, never opened by the loader."""
 
     patterns: tuple[FilePattern, ...] = Field(min_length=1)
-    content: Literal["json", "text", "opaque"]
+    content: Literal["json", "text", "opaque", "store"]
     reason: Reason
 
 

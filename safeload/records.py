@@ -44,7 +44,9 @@ def record_class(name: str, fields: tuple[str, ...]) -> type[Record]:
     with _lock:
         made = _classes.get((name, fields))
         if made is None:
-            made = dataclasses.make_dataclass(name, fields, bases=(Record,), frozen=True, eq=False, slots=True)
+            # Each with a field of its own, or what the base has under that name (`shape`) would be its default.
+            stated = [(field, Any, dataclasses.field()) for field in fields]
+            made = dataclasses.make_dataclass(name, stated, bases=(Record,), frozen=True, eq=False, slots=True)
             made.__module__ = __name__
             made.__doc__ = f"A record with the fields {', '.join(fields)}."
             _classes[name, fields] = made

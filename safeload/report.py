@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from safeload.errors import Finding, RejectedError
-from safeload.tensors import TensorSpec
+from safeload.tensors import ShardIndex, TensorSpec
 
 SCHEMA_VERSION = 1
 """Version of the JSON object that `Report.to_json` makes."""
@@ -30,6 +30,8 @@ class FileReport:
         sha256: Digest of the whole file, where it was asked for and the file could be read.
         chunks: SHA-256 of each of the file's chunks, 32 bytes each, joined; None for one chunk, or if nobody asked.
         blake3: BLAKE3 of the whole file, where that was asked for.
+        blake3_chunks: BLAKE3 of each of the file's chunks, as `chunks` has them, where that was asked for.
+        index: What the file says of others, if it is an index.
         findings: Every reason to refuse.
         tensors: The table of tensors, in stored order; empty where the file was refused before it was known.
         globals: The pickle globals that the file names, as `module.name`, in order of first use.
@@ -46,6 +48,8 @@ class FileReport:
     error: type[RejectedError] | None = None
     chunks: bytes | None = None
     blake3: str | None = None
+    blake3_chunks: bytes | None = None
+    index: ShardIndex | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -136,6 +140,8 @@ def tensor_json(tensor: TensorSpec) -> dict[str, Any]:
     if tensor.extent.inline is not None:
         # Then `offset` is that of the opcode which carries the payload in an encoding of its own.
         shown["inline"] = True
+    if tensor.strides is not None:
+        shown["strides"] = list(tensor.strides)
     if tensor.sha256 is not None:
         shown["sha256"] = tensor.sha256
     return shown

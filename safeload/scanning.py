@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 from safeload.digests import new_blake3, sha256_hex
 from safeload.errors import (
@@ -23,6 +23,7 @@ from safeload.errors import (
     FileSetError,
     Finding,
     FormatError,
+    LimitError,
     PolicyError,
     RejectedError,
     StagingError,
@@ -30,16 +31,25 @@ from safeload.errors import (
     reason,
 )
 from safeload.files import Root, StreamSource, require_outside
-from safeload.formats import MemorySource, Parsed, Source
+from safeload.formats import MemorySource, Parsed, Siblings, Source
 from safeload.formats.detection import HEAD_BYTES, detect, looks_like_text
-from safeload.formats.inert import check_inert
+from safeload.formats.gguf import parse_gguf
+from safeload.formats.inert import check_inert, may_be_pickle
+from safeload.formats.npy import parse_npy
+from safeload.formats.npz import parse_npz
 from safeload.formats.pickles import parse_pickle
+from safeload.formats.pytorch import is_legacy, parse_pytorch, parse_pytorch_legacy
+from safeload.formats.safetensors import parse_safetensors
+from safeload.formats.shard_index import is_index_name, parse_index
+from safeload.formats.tensorflow import TABLE_MAGIC, index_file_of, parse_bundle_data, parse_bundle_index
+from safeload.formats.zips import read_zip
 from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
+from safeload.memory import available_memory
 from safeload.parallel import Meter, n_processors, run
 from safeload.policy import DEFAULT_POLICY, Policy, is_policy_path, load_policy
 from safeload.report import FileReport, Progress, Report
-from safeload.staging import StagedCheckpoint, available_memory, check_file_set
-from safeload.tensors import RecordValue, TensorSpec, Value
+from safeload.staging import StagedCheckpoint, check_file_set
+from safeload.tensors import TENSOR_FORMATS, RecordValue, ShardIndex, TensorSpec, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ def scan_to_sign(
     Args:
         directory: The checkpoint.
         policy: What is allowed.
-        blake3: Whether to take the BLAKE3 digest of each file beside SHA-256.
+        blake3: Whether to take BLAKE3 beside SHA-256, of each file and of each chunk.
         progress: Told of the bytes that were hashed.
 
     Raises:
@@ -215,13 +225,16 @@ def admit(staged: StagedCheckpoint, *, policy: Policy) -> AdmittedCheckpoint:
     reports: list[FileReport] = []
     values: dict[str, Value] = {}
     refusals: list[RejectedError] = []
+    tables = _signed_tables(staged.trusted)
     for path, file in staged.files.items():
-        kind, parsed = parse(MemorySource(file.view), path, policy)
+        kind, parsed = parse(MemorySource(file.view, file.present), path, policy, _StagedSiblings(staged, path))
         parsed = _check_against(file.entry, kind, parsed)
+        if parsed.index is not None and (findings := _index_findings(path, parsed.index, tables)):
+            parsed = refused(parsed, FormatError(*findings))
         reports.append(file_report(path, kind, file.view.nbytes, parsed, file.entry.sha256))
         if parsed.refusal is not None:
             refusals.append(parsed.refusal)
-        elif kind == "pickle":
+        elif kind in TENSOR_FORMATS:
             values[path] = parsed.value
     report = Report(tuple(reports), (), {**policy_facts(policy), **manifest_facts(staged.trusted)})
     if refusals:
@@ -252,33 +265,278 @@ def policy_facts(policy: Policy) -> dict[str, object]:
 # ---------------------------------------------------------------- one file
 
 
-def parse(source: Source, path: str, policy: Policy) -> tuple[str, Parsed]:
-    """Return the format of a file and what its parser says; the one place that picks the parser."""
+def parse(source: Source, path: str, policy: Policy, siblings: Siblings | None = None) -> tuple[str, Parsed]:
+    """Return the format of a file and what its parser says; the one place that picks the parser.
+
+    Args:
+        source: The file's bytes.
+        path: What it is called; the last component counts.
+        policy: What is allowed.
+        siblings: The files beside it, where they can be read.
+    """
     name = PurePosixPath(path).name
+    try:
+        kind, parsed = _parse_content(source, name, policy, siblings or _NoSiblings())
+    except LimitError as err:  # of a source that is asked for more than it keeps
+        return "unknown", Parsed(refusal=err)
+    if parsed.refusal is None and kind in TENSOR_FORMATS and kind not in policy.formats.allow:
+        finding = Finding(
+            "format-not-allowed",
+            f"policy {policy.name} does not allow {_PLURAL[kind]}",
+            hint=f'such a policy needs "{kind}" in `allow` under [formats]',
+        )
+        parsed = refused(parsed, PolicyError(finding))
+    if kind in TENSOR_FORMATS:
+        parsed = _check_name(name, kind, _check_shard(name, parsed, policy))
+    return kind, parsed
+
+
+def _parse_content(source: Source, name: str, policy: Policy, siblings: Siblings) -> tuple[str, Parsed]:
+    if is_index_name(name):
+        return "index", parse_index(source, policy)
     inert = policy.files.inert_for(name)
     if inert is not None:
         return inert.content, check_inert(source, inert.content, policy)
-    head = source.read(0, HEAD_BYTES)
+    if index_file_of(name) is not None:
+        # Raw bytes, which have no signature of their own: the index beside them says what they are.
+        return "tensorflow", parse_bundle_data(source, name, policy, siblings)
+    # Peeked at and not read: whether the file streams past, or its table comes first, is for its parser to say.
+    head = source.peek(0, HEAD_BYTES)
+    if source.peek(max(0, source.size - len(TABLE_MAGIC)), len(TABLE_MAGIC)) == TABLE_MAGIC:
+        return "index", parse_bundle_index(source, policy, name)
     kind = detect(head, source.size)
+    found = "" if kind is None else kind.name
+    if found == "zip":
+        try:
+            found = _kind_of_zip(source, policy)
+        except RejectedError as err:
+            return found, Parsed(refusal=err)
+    if found == "safetensors" and _may_be_pickle(source, policy):
+        message = "expected a safetensors file, found what some readers would run as a pickle as well"
+        hint = "save it again with other metadata, if it is honest"
+        return found, Parsed(refusal=FormatError(Finding("ambiguous-format", message, offset=0, hint=hint)))
+    if found in _PARSERS:
+        return found, _PARSERS[found](source, policy)
     if kind is not None and kind.name != "pickle":
-        finding = Finding("format-not-supported", f"expected a pickle, found {kind.noun}", offset=0, hint=kind.advice)
+        finding = Finding("format-not-supported", f"expected tensors, found {kind.noun}", offset=0, hint=kind.advice)
         return kind.name, Parsed(refusal=PolicyError(finding))
+    if is_legacy(head):
+        return "pytorch", parse_pytorch_legacy(source, policy)
+    return _parse_pickle(source, name, policy, is_text=kind is None and looks_like_text(head))
+
+
+_PREFIX_BYTES: Final = 64 * 1024
+"""How far a file that begins like safetensors is read as a pickle, for readers that go by no signature: a header's
+length and its JSON stop them within a few bytes, unless somebody took pains that they do not."""
+
+
+def _may_be_pickle(source: Source, policy: Policy) -> bool:
+    return may_be_pickle(source.peek(0, _PREFIX_BYTES), policy, whole=source.size <= _PREFIX_BYTES)
+
+
+def _kind_of_zip(source: Source, policy: Policy) -> str:
+    """Return which container of tensors a zip archive is, by its members; "zip" where it is none."""
+    names = [entry.name for entry in read_zip(source, policy).entries]
+    if any(PurePosixPath(name).name == "data.pkl" for name in names):
+        return "pytorch"
+    return "npz" if names and all(name.endswith(".npy") for name in names) else "zip"
+
+
+def _parse_pickle(source: Source, name: str, policy: Policy, *, is_text: bool) -> tuple[str, Parsed]:
     parsed = parse_pickle(source, policy)
-    if kind is None and isinstance(parsed.refusal, FormatError) and looks_like_text(head):
+    if is_text and isinstance(parsed.refusal, FormatError):
         # A pickle of protocol 0 is text as well, so this says what else it may be and decides nothing.
         hint = policy.admits_by("[[files.inert]]", f'patterns = ["{escape(name)}"], content = "text", and a reason')
         findings = (replace(finding, hint=f"if it is plain text, {hint}") for finding in parsed.refusal.findings)
         parsed = refused(parsed, FormatError(*findings))
     if parsed.refusal is not None and parsed.refusal.findings[0].code in {"not-a-pickle", "empty-file"}:
         return "unknown", parsed
-    if "pickle" not in policy.formats.allow:
-        finding = Finding(
-            "format-not-allowed",
-            f"policy {policy.name} does not allow pickles",
-            hint='such a policy needs "pickle" in `allow` under [formats]',
-        )
-        return "pickle", refused(parsed, PolicyError(finding))
-    return "pickle", _check_shard(name, parsed, policy)
+    return "pickle", parsed
+
+
+_PARSERS: Final[Mapping[str, Callable[[Source, Policy], Parsed]]] = MappingProxyType(
+    {
+        "npy": parse_npy,
+        "npz": parse_npz,
+        "safetensors": parse_safetensors,
+        "pytorch": parse_pytorch,
+        "gguf": parse_gguf,
+    }
+)
+
+_PLURAL: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "pickle": "pickles",
+        "npy": "npy arrays",
+        "npz": "npz archives",
+        "safetensors": "safetensors files",
+        "pytorch": "PyTorch files",
+        "tensorflow": "TensorFlow checkpoints",
+        "gguf": "GGUF models",
+    }
+)
+
+_SUFFIXES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        ".npy": ("npy",),
+        ".npz": ("npz",),
+        ".safetensors": ("safetensors",),
+        ".gguf": ("gguf",),
+        ".pt": ("pytorch", "pickle"),
+        ".pth": ("pytorch", "pickle"),
+        ".pkl": ("pickle",),
+        ".pickle": ("pickle",),
+    }
+)
+"""What a name promises: a reader that goes by it would otherwise read the file as something that was not scanned."""
+
+
+def _check_name(name: str, kind: str, parsed: Parsed) -> Parsed:
+    """Refuse a file whose name promises another format than its content has."""
+    suffix = PurePosixPath(name).suffix.lower()
+    promised = _SUFFIXES.get(suffix)
+    if promised is None or kind in promised or parsed.refusal is not None:
+        return parsed
+    finding = Finding(
+        "name-contradicts-content",
+        f"expected {_PLURAL[promised[0]]} under a name that ends in {suffix}, found {_PLURAL[kind]}",
+        offset=0,
+        hint="give it the name of what it is, once you know how it got this one",
+    )
+    return refused(parsed, PolicyError(finding))
+
+
+# ---------------------------------------------------------------- files that belong together
+
+
+class _NoSiblings:
+    """A file that is looked at alone."""
+
+    def read(self, name: str, limit: int) -> bytes | None:  # noqa: ARG002 - see `Siblings.read`
+        return None
+
+
+class _StagedSiblings:
+    """The staged files beside one of them."""
+
+    def __init__(self, staged: StagedCheckpoint, path: str) -> None:
+        self._staged = staged
+        self._folder = path[: len(path) - len(PurePosixPath(path).name)]
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        data = self._staged.indexes.get(self._folder + name)
+        if data is not None:
+            _require_short(name, len(data), limit)
+        return data
+
+
+class _SiblingsOnDisk:
+    """The files beside one that is scanned on disk; `used` takes the digests of what was read of them."""
+
+    def __init__(self, job: _Job, used: dict[str, str]) -> None:
+        self._job = job
+        self._used = used
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        job = self._job
+        folder = job.path[: len(job.path) - len(PurePosixPath(job.path).name)]
+        shown = job.shown[: len(job.shown) - len(PurePosixPath(job.shown).name)]
+        try:
+            fd = job.root.open(folder + name)
+        except FileSetError:
+            return None
+        with StreamSource(fd, shown + name) as stream:
+            _require_short(name, stream.size, limit)
+            data = stream.read(0, stream.size)
+        self._used[shown + name] = sha256_hex(data)
+        return data
+
+
+def _require_short(name: str, nbytes: int, limit: int) -> None:
+    if nbytes > limit:
+        message = f"expected {escape(name)} to have at most {limit:,} bytes, found {nbytes:,}"
+        raise LimitError(Finding("too-much-inline", message))
+
+
+_Tables: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
+"""The extents of the tensors of each file, by path and name; no entry for a file that was refused."""
+
+
+def _signed_tables(trusted: TrustedManifest) -> _Tables:
+    return {
+        entry.path: {tensor.name: (tensor.offset, tensor.nbytes) for tensor in entry.tensors}
+        for entry in trusted.manifest.files
+    }
+
+
+def _check_indexes(files: Sequence[FileReport], used: Mapping[str, str]) -> list[FileReport]:
+    """Hold each index against the files that it names, and what was read of a file for another against its digest."""
+    tables = {
+        file.path: {spec.name: (spec.extent.offset, spec.extent.nbytes) for spec in file.tensors}
+        for file in files
+        if not file.findings
+    }
+    digests = {file.path: file.sha256 for file in files if file.sha256 is not None}
+    refused_paths = {file.path for file in files if file.findings}
+    checked = []
+    for file in files:
+        findings: tuple[Finding, ...] = ()
+        if file.index is not None:
+            findings = _index_findings(file.path, file.index, tables, refused_paths)
+        if used.get(file.path, digests.get(file.path)) != digests.get(file.path) and file.path in digests:
+            message = "expected the bytes that its data files were read by, found others"
+            hint = "wait until nothing writes there, then run again"
+            findings += (Finding("changed-while-read", message, hint=hint),)
+        if findings:
+            checked.append(replace(file, findings=(*file.findings, *findings), error=file.error or FormatError))
+        else:
+            checked.append(file)
+    return checked
+
+
+def _index_findings(
+    path: str, index: ShardIndex, tables: _Tables, refused_paths: Collection[str] = ()
+) -> tuple[Finding, ...]:
+    """Return where an index and the files that it names differ, and files of its set that it does not name."""
+    name = PurePosixPath(path).name
+    folder = path[: len(path) - len(name)]
+    by_file: dict[str, set[str]] = {}
+    for tensor, file in index.files.items():
+        by_file.setdefault(file, set()).add(tensor)
+    findings = []
+    total = 0
+    for file, listed in by_file.items():
+        if folder + file in refused_paths:
+            continue
+        table = tables.get(folder + file)
+        if table is None:
+            message = f"expected {escape(file)}, which the index names, found no such file of tensors"
+            findings.append(Finding("index-file-missing", message, hint="scan the whole directory, or fetch the file"))
+            continue
+        # A record's tensors lie one level below the name that the index has.
+        present = {tensor if tensor in listed else tensor.rpartition("/")[0] or tensor for tensor in table}
+        if missing := sorted(listed - present):
+            message = f"expected {escape(missing[0])} in {escape(file)}, as the index has it, found none"
+            findings.append(Finding("index-disagrees", message, hint=_INDEX_HINT))
+        if extra := sorted(present - listed):
+            message = f"expected only what the index lists in {escape(file)}, found {escape(extra[0])} as well"
+            findings.append(Finding("index-disagrees", message, hint=_INDEX_HINT))
+        total += sum(nbytes for _, nbytes in set(table.values()))
+    stem, _, rest = name.partition(".")
+    suffix = PurePosixPath(rest.removesuffix(".index.json")).name
+    for other in sorted(tables):
+        beside = other[len(folder) :] if other.startswith(folder) else "/"
+        is_of_set = "/" not in beside and beside.startswith(f"{stem}-") and beside.endswith(f".{suffix}")
+        if rest.endswith(".index.json") and is_of_set and beside not in by_file:
+            message = f"expected the index to name {escape(beside)}, found no tensor of it there"
+            findings.append(Finding("index-disagrees", message, hint=_INDEX_HINT))
+    if not findings and not refused_paths and index.total_size not in {None, total}:
+        message = f"expected total_size {total}, the sum over its files, found {index.total_size}"
+        findings.append(Finding("index-disagrees", message, hint=_INDEX_HINT))
+    return tuple(findings)
+
+
+_INDEX_HINT: Final = "fetch the index and its files from one revision"
 
 
 def _check_shard(name: str, parsed: Parsed, policy: Policy) -> Parsed:
@@ -339,6 +597,7 @@ def _facts(spec: TensorSpec) -> tuple[object, ...]:
         spec.dtype.big_endian,
         spec.shape,
         spec.order,
+        spec.strides,
         extent.offset,
         extent.nbytes,
         inline,
@@ -348,16 +607,16 @@ def _facts(spec: TensorSpec) -> tuple[object, ...]:
 def _signed_facts(tensor: ManifestTensor) -> tuple[object, ...]:
     big = tensor.byteorder == "big"
     where = tensor.offset, tensor.nbytes, tensor.inline
-    return tensor.name, tensor.dtype, big, tensor.shape, tensor.order, *where
+    return tensor.name, tensor.dtype, big, tensor.shape, tensor.order, tensor.strides, *where
 
 
 def file_report(path: str, kind: str, size: int | None, parsed: Parsed, sha256: str | None = None) -> FileReport:
     """Return what a report says of a file, with a hint for each finding that has none."""
     refusal = parsed.refusal
     if refusal is None:
-        return FileReport(path, kind, size, sha256, (), parsed.tensors, parsed.globals)
+        return FileReport(path, kind, size, sha256, (), parsed.tensors, parsed.globals, index=parsed.index)
     look = f"to see what it would do, without running it: safeload explain {shlex.quote(escape(path))}"
-    findings = tuple(replace(f, hint=f.hint or look) if kind == "pickle" else f for f in refusal.findings)
+    findings = tuple(replace(f, hint=f.hint or look) if kind in {"pickle", "pytorch"} else f for f in refusal.findings)
     return FileReport(path, kind, size, sha256, findings, (), parsed.globals, type(refusal))
 
 
@@ -406,17 +665,19 @@ def _walk(directory: str, root: Root) -> Iterator[_Job]:
 
 def _run(jobs: Sequence[_Job], policy: Policy, progress: Progress | None, wanted: _Digests) -> list[FileReport]:
     # Hashing leaves the interpreter's lock, so threads help there; parsing does not.
-    return run(
+    used: dict[str, str] = {}
+    files = run(
         jobs,
-        lambda job, meter: _scan_job(job, policy, meter, wanted),
+        lambda job, meter: _scan_job(job, policy, meter, wanted, used),
         size=lambda job: job.size,
         threads=n_processors() if wanted.file else 0,
         phase="scanning",
         progress=progress,
     )
+    return _check_indexes(files, used)
 
 
-def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests) -> FileReport:
+def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests, used: dict[str, str]) -> FileReport:
     """Open, parse and, where a manifest or the caller asks for it, hash one file."""
     if job.finding is not None:
         return _unread(job, FileSetError(job.finding))
@@ -429,10 +690,13 @@ def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests) -> File
             payload_digests=wanted.payloads,
             chunk_digests=wanted.chunks,
             blake3=wanted.blake3,
+            peek_limit=policy.limits.max_inline_bytes + HEAD_BYTES + len(TABLE_MAGIC),
             advance=meter.advance,
         ) as stream:
-            kind, parsed = parse(stream, job.shown, policy)
+            kind, parsed = parse(stream, job.shown, policy, _SiblingsOnDisk(job, used))
             sha256 = stream.finish() if wanted.file else None
+            if stream.refusal is not None and parsed.refusal is None:
+                parsed = refused(parsed, stream.refusal)
             if wanted.payloads and parsed.refusal is None:
                 parsed = replace(parsed, tensors=tuple(_with_digest(spec, stream) for spec in parsed.tensors))
         if not wanted.file:
@@ -445,7 +709,8 @@ def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests) -> File
     report = file_report(job.shown, kind, stream.size, parsed, sha256)
     if not (stream.chunk_digests or stream.blake3):
         return report
-    return replace(report, chunks=b"".join(stream.chunk_digests) or None, blake3=stream.blake3)
+    chunks, blake3_chunks = b"".join(stream.chunk_digests) or None, b"".join(stream.blake3_chunk_digests) or None
+    return replace(report, chunks=chunks, blake3=stream.blake3, blake3_chunks=blake3_chunks)
 
 
 def _unread(job: _Job, refusal: FileSetError) -> FileReport:
@@ -470,7 +735,7 @@ def _with_digest(spec: TensorSpec, stream: StreamSource) -> TensorSpec:
     """Add the digest of a tensor's canonical bytes."""
     extent = spec.extent
     if extent.inline is None and spec.is_canonical:
-        return replace(spec, sha256=stream.digests[extent.offset])
+        return replace(spec, sha256=stream.digests[extent.offset, extent.nbytes])
     from safeload.canonical import canonical_bytes  # needs numpy, which a plain scan must not load
 
     # Bytes that are wanted in another order than they streamed past are read a second time, and held for that.

@@ -87,7 +87,10 @@ class TensorSpec:
         dtype: Element type, with the byte order of the file.
         shape: Length of each dimension.
         order: "C" where the last index varies fastest in the payload, "F" where the first does.
-        extent: Where the payload lies; its `nbytes` equals the product of `shape` times the itemsize.
+        extent: Where the payload lies; its `nbytes` equals the product of `shape` times the itemsize, but for a view
+            with strides.
+        strides: Steps between neighbors along each dimension, in elements, for a view that is contiguous in neither
+            order; None for all others. The extent is then the span from the view's first element to its last.
         sha256: SHA-256 of the value's C-order little-endian bytes, where it was asked for. It does not depend
             on the container, so it survives a conversion to another format.
     """
@@ -98,17 +101,47 @@ class TensorSpec:
     order: Literal["C", "F"]
     extent: Extent
     sha256: str | None = None
+    strides: tuple[int, ...] | None = None
 
     @property
     def is_canonical(self) -> bool:
         """Whether the payload already is the value's C-order little-endian bytes."""
         flat = self.order == "C" or sum(n > 1 for n in self.shape) <= 1
-        return flat and not (self.dtype.big_endian and self.dtype.itemsize > 1)
+        return flat and self.strides is None and not (self.dtype.big_endian and self.dtype.itemsize > 1)
 
     @property
     def n_elements(self) -> int:
         """Number of elements: the product of `shape`, 1 for a tensor of rank 0."""
         return math.prod(self.shape)
+
+
+TENSOR_FORMATS = ("pickle", "npy", "npz", "safetensors", "pytorch", "tensorflow", "gguf")
+"""The containers of tensors that safeload reads."""
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return how many elements lie from the first element of a strided view to its last, both counted.
+
+    Args:
+        shape: Length of each dimension.
+        strides: Steps between neighbors along each dimension, in elements, none negative.
+    """
+    if 0 in shape:
+        return 0
+    return 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """What an index file says of the files beside it: which tensor lies in which.
+
+    Attributes:
+        files: Name of the file that holds each tensor, by the tensor's name; both as the index has them.
+        total_size: Bytes of all tensors together, where the index says so.
+    """
+
+    files: Mapping[str, str]
+    total_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,25 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ufffe\uffff]")
 """Characters that no text file needs and that a terminal may obey. Tab, line feed, form feed and return may stay."""
 
 
-def check_inert(source: Source, content: Literal["json", "text", "opaque"], policy: Policy) -> Parsed:
+_STORED = frozenset({"ocdbt", "zstd"})
+"""What a part of an array store may begin like: TensorStore's key-value store, and a chunk as Zarr compresses it."""
+
+_PREFIX_BYTES = 64 * 1024
+"""How much of such a part is looked at. They are as large as the tensors in them, and nothing of ours reads them."""
+
+
+def check_inert(source: Source, content: Literal["json", "text", "opaque", "store"], policy: Policy) -> Parsed:
     """Say whether a file is the inert data that the policy takes it for, by its name.
 
     Args:
         source: The file's bytes.
         content: "json": UTF-8 and one JSON value; "text": UTF-8 without control characters; "opaque": any bytes
-            that are not those of a pickle, nor begin as an archive or a program does.
+            that are not those of a pickle, nor begin as an archive or a program does; "store": the same of the
+            beginning of a file of any size, which may be a part of TensorStore's OCDBT or compressed by zstd.
         policy: Its limits bound the size.
     """
+    if content == "store":
+        return _check_stored(source, policy)
     limit = policy.limits.max_inert_bytes
     if source.size > limit:
         finding = Finding(
@@ -41,6 +51,19 @@ def check_inert(source: Source, content: Literal["json", "text", "opaque"], poli
         return _refuse("name-contradicts-content", f"expected {_NOUN[content]}, found {kind.noun}", hint=hint)
     refused = Parsed() if content == "opaque" else _check_text(data, content, limit=policy.limits.max_values)
     return refused if refused.refusal is not None else _check_for_pickle(data, content, policy)
+
+
+def _check_stored(source: Source, policy: Policy) -> Parsed:
+    data = source.read(0, _PREFIX_BYTES)
+    kind = detect(data[:HEAD_BYTES], source.size)
+    if kind is None:
+        if not data or is_no_pickle(data, policy, whole=source.size <= _PREFIX_BYTES):
+            return Parsed()
+        message = "expected a part of an array store, found what some readers would run as a pickle"
+        return _refuse("name-contradicts-content", message, 0)
+    if kind.name in _STORED:
+        return Parsed()
+    return _refuse("name-contradicts-content", f"expected a part of an array store, found {kind.noun}", 0)
 
 
 _NOUN = {"json": "JSON", "text": "text", "opaque": "a tokenizer or other plain data"}
@@ -85,13 +108,52 @@ def _check_for_pickle(data: bytes, content: Literal["json", "text", "opaque"], p
     A pickle of protocol 0 or 1 has no signature, and may be plain text. Its name keeps our loader away from it, and not
     another's. It is let through only if the machine stops where every reader stops, before anything was called.
     """
-    machine = _AnyProtocol(MemorySource(data), policy)
-    parsed = parse_pickle(machine.source, policy, machine=machine)
-    stopped_by = None if parsed.refusal is None else parsed.refusal.findings[-1].code
-    if stopped_by in _NO_PICKLE_TO_ANY_READER and not machine.refused_calls:
+    if is_no_pickle(data, policy):
         return Parsed()
     message = f"expected {_NOUN[content]}, found what some readers would run as a pickle"
     return _refuse("name-contradicts-content", message, 0)
+
+
+def is_no_pickle(data: bytes, policy: Policy, *, whole: bool = True) -> bool:
+    """Whether every reader of pickles stops within these bytes, before it has called anything.
+
+    Args:
+        data: A file, or its first bytes.
+        policy: Its limits bound the work.
+        whole: Whether `data` is all of the file. If not, a reader that comes to its end has not stopped.
+    """
+    machine = _AnyProtocol(MemorySource(data), policy)
+    parsed = parse_pickle(machine.source, policy, machine=machine)
+    stopped_by = None if parsed.refusal is None else parsed.refusal.findings[-1].code
+    stopped = stopped_by in _NO_PICKLE_TO_ANY_READER and (whole or stopped_by != "truncated")
+    return stopped and not machine.refused_calls
+
+
+def may_be_pickle(head: bytes, policy: Policy, *, whole: bool) -> bool:
+    """Whether a file in the format of safetensors was made to be a pickle as well.
+
+    An honest one may begin with any opcode, as the length of its header comes first, and stops every reader of pickles
+    at the zeros of that length or soon after. So it counts only if something was named or refused to be called, or if
+    nobody can say what a reader does that went past the length.
+
+    Args:
+        head: The file, or its first bytes.
+        policy: Its limits bound the work.
+        whole: Whether `head` is all of the file. If not, a reader that comes to its end has not stopped.
+    """
+    machine = _AnyProtocol(MemorySource(head), policy)
+    parsed = parse_pickle(machine.source, policy, machine=machine)
+    if parsed.refusal is None or parsed.globals:
+        return True
+    stop = parsed.refusal.findings[-1]
+    if stop.code == "truncated" and not whole:
+        return True
+    harmless = stop.code in _NO_PICKLE_TO_ANY_READER | {"bad-stop", "data-after-stop"} and not machine.refused_calls
+    return not harmless and (stop.offset or 0) >= _LENGTH_BYTES
+
+
+_LENGTH_BYTES = 8
+"""Length of the number that a safetensors file begins with."""
 
 
 _NO_PICKLE_TO_ANY_READER = {

@@ -52,7 +52,9 @@ class _RefusedError(ValueError):
     """What a hook of the decoder objects to; never leaves this module."""
 
 
-def loads(data: bytes, *, max_bytes: int, max_depth: int, max_values: int = MAX_VALUES) -> object:
+def loads(
+    data: bytes, *, max_bytes: int, max_depth: int, max_values: int = MAX_VALUES, max_keys: int | None = None
+) -> object:
     """Return what a JSON document says, as dict, list, str, int, bool and None.
 
     Every limit is checked before the decoder runs, and nothing before it makes an object of each quote or escape: a
@@ -63,6 +65,7 @@ def loads(data: bytes, *, max_bytes: int, max_depth: int, max_values: int = MAX_
         max_bytes: Longest document that is looked at.
         max_depth: Deepest nesting of lists and objects; a bare number has depth 0.
         max_values: Most values, containers included; an empty container counts as two.
+        max_keys: Most keys of one object; `MAX_KEYS` if it is None.
 
     Raises:
         ManifestError: It breaks RFC 8259 or a limit, `MAX_KEYS` and `MAX_WIDE_BYTES` among them, repeats a key of an
@@ -79,7 +82,7 @@ def loads(data: bytes, *, max_bytes: int, max_depth: int, max_values: int = MAX_
     except UnicodeDecodeError as err:
         _refuse("expected UTF-8, found bytes that are not", err.start, err)
     try:
-        keys = _KeyCounter()
+        keys = _KeyCounter(MAX_KEYS if max_keys is None else max_keys)
         value: object = json.JSONDecoder(object_hook=keys.count, **_NO_FLOATS).decode(text)
         if keys.found != n_keys:
             _refuse_twin(text)
@@ -163,13 +166,14 @@ def _between_strings(unescaped: bytes) -> Iterator[bytes]:
 class _KeyCounter:
     """Counts the keys that the decoder's objects have, which are fewer than were written where one stands twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_keys: int) -> None:
         self.found = 0
+        self._max_keys = max_keys
 
     def count(self, decoded: dict[str, object]) -> dict[str, object]:
         self.found += len(decoded)
-        if len(decoded) > MAX_KEYS:
-            raise _RefusedError(f"expected at most {MAX_KEYS} keys in one object, found {len(decoded)}")
+        if len(decoded) > self._max_keys:
+            raise _RefusedError(f"expected at most {self._max_keys} keys in one object, found {len(decoded)}")
         return decoded
 
 

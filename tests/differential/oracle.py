@@ -245,12 +245,13 @@ def _through_window(data: bytes, policy: Policy, window: int) -> Parsed:
     from safeload.formats import MemorySource
     from safeload.formats.pickles import machine
 
-    before = machine.__dict__["WINDOW_BYTES"]
+    sizes = ("FIRST_WINDOW_BYTES", "WINDOW_BYTES")
+    before = {name: machine.__dict__[name] for name in sizes}
     try:
-        machine.__dict__["WINDOW_BYTES"] = window
+        machine.__dict__.update(dict.fromkeys(sizes, window))
         return machine.parse_pickle(MemorySource(data), policy)
     finally:
-        machine.__dict__["WINDOW_BYTES"] = before
+        machine.__dict__.update(before)
 
 
 def _verdict(parsed: Parsed) -> str:
@@ -262,8 +263,12 @@ def _verdict(parsed: Parsed) -> str:
 def _decoded(stream: bytes, parsed: Parsed) -> Normal:
     from safeload.canonical import canonical_bytes
     from safeload.decoding import HostTensor, _File
+    from safeload.manifest import FileEntry
+    from safeload.staging import StagedFile
 
     data = memoryview(stream).toreadonly()
+    entry = FileEntry(path="stream", size=len(data), sha256="0" * 64, format="pickle", role="weights")
+    staged = StagedFile(entry, data)
 
     def form(value: Any) -> Normal:
         if isinstance(value, HostTensor):
@@ -286,7 +291,7 @@ def _decoded(stream: bytes, parsed: Parsed) -> Normal:
             return ["record", type(value).__name__, sorted([name, form(child)] for name, child in fields)]
         return normal(value)
 
-    return form(_File("stream", data).decode(parsed.value))
+    return form(_File("stream", staged).decode(parsed.value))
 
 
 def check(streams: Sequence[bytes], policy: Policy, *, origins: Sequence[Stream] = ()) -> Tally:

@@ -31,6 +31,7 @@ from safeload.errors import ConfigError, RejectedError
 from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE
 from tests.differential.generator import ProvidedChoices, RandomChoices, generate, mutate
 from tests.differential.oracle import Problem, QuantizedWeight8bit, Tally, check, wide_policy
+from tests.fuzz.fuzz_formats import FORMAT_TARGETS, format_seeds
 
 CHUNK = 1000
 """Streams a task: large enough that the oracle's start is lost in it, small enough to end near the budget."""
@@ -256,13 +257,14 @@ def _trust_store(_: Path) -> Target:
 
 
 TARGETS: dict[str, tuple[float, Callable[[Path], Target]]] = {
-    "pickle-bytes": (0.35, _pickle_bytes),
-    "pickle-opcodes": (0.35, _pickle_opcodes),
-    "inert": (0.06, _inert),
-    "policy": (0.06, _policy),
-    "manifest": (0.06, _manifest),
-    "envelope": (0.06, _envelope),
-    "trust-store": (0.06, _trust_store),
+    "pickle-bytes": (0.25, _pickle_bytes),
+    "pickle-opcodes": (0.25, _pickle_opcodes),
+    "inert": (0.05, _inert),
+    "policy": (0.05, _policy),
+    "manifest": (0.05, _manifest),
+    "envelope": (0.05, _envelope),
+    "trust-store": (0.05, _trust_store),
+    **{name: (0.25 / len(FORMAT_TARGETS), make) for name, make in FORMAT_TARGETS.items()},
 }
 """Each target's share of atheris' time, and what makes it."""
 
@@ -282,6 +284,8 @@ def _seeds(name: str) -> list[bytes]:
         ]
     if name == "trust-store":
         return [_SEED_STORE]
+    if name in FORMAT_TARGETS:
+        return format_seeds(name)
     return [bytes(400), bytes(range(256)) * 4]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from safeload.errors import FormatError, PolicyError
 from safeload.formats.pickles.constructors import CONSTRUCTORS, MAX_DIMENSIONS
+from safeload.formats.pickles.torch_constructors import ALL_CONSTRUCTORS
 from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE, Extent, RecordValue
 from tests.streams import DEFAULT, Writer, array_stream, op, parse, policy_with, refusal, refused
 
@@ -166,7 +167,7 @@ def test_an_ordered_dict_is_read_as_a_dict(items: bytes) -> None:
 
 
 def test_each_pair_has_a_constructor_and_the_default_policy_names_no_other() -> None:
-    assert set(DEFAULT.pickle.global_names) <= {f"{module}.{name}" for module, name in CONSTRUCTORS}
+    assert set(DEFAULT.pickle.global_names) <= {f"{module}.{name}" for module, name in ALL_CONSTRUCTORS}
 
 
 @pytest.mark.parametrize(("module", "name"), CONSTRUCTORS)

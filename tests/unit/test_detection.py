@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import importlib.util
 import io
 import lzma
 import tarfile
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 
 from safeload.formats.detection import _MAGIC, HEAD_BYTES, detect
+from tests import tensorflow_sample as tf
 from tests.streams import honest_streams
+from tests.vectors.foreign import foreign_files, graph
 
 
 def name_of(data: bytes) -> str | None:
@@ -38,6 +42,9 @@ def made() -> dict[str, bytes]:
         "npy": npy.getvalue(),
         "gzip": gzip.compress(b"a"),
         "xz": lzma.compress(b"a"),
+        "lzma": lzma.compress(b"a", lzma.FORMAT_ALONE),
+        "bzip2": bz2.compress(b"a"),
+        "program": importlib.util.MAGIC_NUMBER + bytes(12),
         "zlib": zlib.compress(b"a"),
         "safetensors": len(header).to_bytes(8, "little") + header + bytes(4),
         "html": b"\r\n  <!DOCTYPE HTML><html>",
@@ -85,7 +92,7 @@ def test_a_pickle_that_looks_like_an_archive_behind_its_header_is_a_pickle() -> 
 
 def test_each_foreign_kind_says_what_it_is_and_what_to_do() -> None:
     for _, _, kind in _MAGIC:
-        assert kind.noun.startswith(("a ", "an ", "gzip", "bzip2", "xz", "zstd", "lz4", "zlib"))
+        assert kind.noun.startswith(("a ", "an ", "gzip", "bzip2", "xz", "zstd", "lz4", "lzma", "zlib"))
         assert len(kind.advice) > 8
 
 
@@ -98,3 +105,44 @@ def test_a_safetensors_header_must_fit_the_file() -> None:
     assert name_of((1 << 40).to_bytes(8, "little") + b"{") is None
     assert name_of((1).to_bytes(8, "little") + b"{") == "safetensors"
     assert name_of((2).to_bytes(8, "little") + b"{") is None
+
+
+@pytest.mark.parametrize("name", foreign_files())
+def test_each_foreign_file_is_recognized_as_what_it_is(name: str) -> None:
+    found = name_of(foreign_files()[name])
+    assert found is not None
+    assert name.startswith((found, "tensorflow-"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(graph(), id="meta"),
+        pytest.param(tf.field(1, tf.field(1, b"v1") + graph()[2:]), id="meta with a version"),
+        pytest.param(b"\x08\x01" + tf.field(2, graph()), id="saved model"),
+        pytest.param(tf.field(1, tf.field(1, b"a/b:0") + tf.field(2, b"Const")), id="graph"),
+    ],
+)
+def test_a_graph_of_tensorflow_is_recognized_and_only_if_its_messages_nest(data: bytes) -> None:
+    assert name_of(data) == "tensorflow-graph"
+    assert detect(data[:HEAD_BYTES], len(data) - 1) is None
+    assert name_of(data[:6] + bytes(100)) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(tf.field(1, tf.field(1, b"<unk>") + b"\x15\0\0\0\0" + tf.field(3, 2)), id="sentencepiece"),
+        pytest.param(b"\n\n\n\nOnly newlines, then text", id="text"),
+        pytest.param(b"\n" * 600, id="newlines"),
+        pytest.param(b"\x0a" + b"\x80" * 100, id="a length without an end"),
+        pytest.param(tf.field(1, tf.field(1, b"x") + tf.field(2, b"not an operation")), id="no name"),
+        pytest.param(tf.field(1, b""), id="empty"),
+    ],
+)
+def test_other_protocol_buffers_and_text_are_no_graph(data: bytes) -> None:
+    assert name_of(data) is None
+
+
+def test_a_line_of_two_characters_does_not_make_a_program_of_a_text() -> None:
+    assert name_of(b"{}\r\n") is None

@@ -11,6 +11,7 @@ from safeload.cli import main
 from safeload.errors import ConfigError
 from safeload.explaining import MAX_DECOMPILED_BYTES, MAX_STEPS, explain
 from safeload.scanning import scan
+from tests import torch_sample
 from tests.streams import honest_streams
 
 HOSTILE = b"cos\nsystem\n(S'touch pwned'\ntR."
@@ -153,3 +154,14 @@ def test_a_small_file_of_an_endless_program_is_not_written_out(tmp_path: Path) -
     for n in (18, 40):
         explanation = explain(write(tmp_path / "a", b"\x80\x02N" + b"2\x86" * n + b"."))
         assert not explanation.has_program
+
+
+def test_the_pickle_of_a_pytorch_file_is_explained_with_its_offsets_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(torch_sample.torch_zip(b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R."))
+    explained = explain(path)
+    assert [finding.code for finding in explained.report.findings] == ["global-not-allowed"]
+    refused = next(step for step in explained.steps if step.refusal is not None)
+    assert refused.offset == explained.report.findings[0].offset
+    assert path.read_bytes()[refused.offset :].startswith(b"cposix\nsystem\n")
+    assert "posix.system" in explained.report.globals

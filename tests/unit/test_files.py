@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from safeload import files
 from safeload.digests import HASH_CHUNK_BYTES
-from safeload.errors import ConfigError, FileSetError, StagingError
+from safeload.errors import ConfigError, FileSetError, LimitError, StagingError
 from safeload.files import Root, StreamSource, publish
 
 
@@ -347,6 +348,7 @@ def test_chunk_digests_and_blake3_are_those_of_the_file_however_it_was_read(
         assert stream.finish() == hashlib.sha256(data).hexdigest()
         starts = range(0, size, 30) if size > 30 else ()
         assert stream.chunk_digests == [hashlib.sha256(data[start : start + 30]).digest() for start in starts]
+        assert stream.blake3_chunk_digests == [blake3(data[start : start + 30]).digest() for start in starts]
         assert stream.blake3 == blake3(data).hexdigest()
         assert stream.finish() == hashlib.sha256(data).hexdigest()
         assert len(stream.chunk_digests) == len(starts)
@@ -358,7 +360,7 @@ def test_digests_that_nobody_asked_for_are_not_taken(tmp_path: Path, monkeypatch
     monkeypatch.setattr(files, "CHUNK_BYTES", 30)
     with source(write(tmp_path / "file", bytes(100)), hashing=True) as stream:
         stream.finish()
-        assert (stream.chunk_digests, stream.blake3) == ([], None)
+        assert (stream.chunk_digests, stream.blake3_chunk_digests, stream.blake3) == ([], [], None)
 
 
 def test_a_source_that_cannot_take_blake3_closes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,3 +585,104 @@ def test_publish_puts_content_on_disk_before_the_name_and_the_name_before_it_ret
 def test_publish_into_no_directory_is_operational(tmp_path: Path) -> None:
     with pytest.raises(StagingError):
         publish(tmp_path / "absent" / "file", b"")
+
+
+# ---------------------------------------------------------------- a table at the end
+
+
+def peeking(path: Path, *, limit: int = 1000, payload_digests: bool = False) -> StreamSource:
+    with Root(path.parent) as root:
+        fd = root.open(path.name)
+    return StreamSource(fd, path.name, hashing=True, payload_digests=payload_digests, peek_limit=limit)
+
+
+def test_what_is_peeked_at_ahead_of_the_stream_is_what_is_hashed(tmp_path: Path) -> None:
+    data = os.urandom(3 * HASH_CHUNK_BYTES)
+    path = write(tmp_path / "file", data)
+    with peeking(path) as source:
+        assert source.peek(len(data) - 20, 100) == data[-20:]
+        assert source.peek(5, 10) == data[5:15]
+        assert source.peek(8, 400) == data[8:408]
+        assert source.finish() == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("at", [5, 40, 2 * HASH_CHUNK_BYTES - 1, 2 * HASH_CHUNK_BYTES, 3 * HASH_CHUNK_BYTES - 1])
+def test_a_file_that_differs_from_what_was_peeked_at_is_refused(tmp_path: Path, at: int) -> None:
+    path = write(tmp_path / "file", bytes(3 * HASH_CHUNK_BYTES))
+    with peeking(path) as source:
+        source.peek(3 * HASH_CHUNK_BYTES - 8, 8)
+        source.peek(0, 50)
+        source.peek(4, 2)
+        source.peek(2 * HASH_CHUNK_BYTES - 10, 20)
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(b"x")
+        with pytest.raises(FileSetError) as caught:
+            source.finish()
+    assert caught.value.findings[0].code == "changed-while-read"
+
+
+def test_peeking_is_bounded_and_only_ahead_of_the_stream(tmp_path: Path) -> None:
+    path = write(tmp_path / "file", bytes(3000))
+    with peeking(path) as source:
+        assert source.peek(0, 600) is source.peek(0, 600)  # kept, and counted, once
+        with pytest.raises(LimitError) as caught:
+            source.peek(1000, 401)
+        assert caught.value.findings[0].code == "too-much-inline"
+    with peeking(path) as source:
+        source.read(0, 10)
+        with pytest.raises(StagingError, match="was passed"):
+            source.peek(9, 1)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), max_size=12),
+    st.integers(0, 2**32),
+)
+def test_payloads_told_of_ahead_of_the_stream_get_their_digests_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory, payloads: list[tuple[int, int]], seed: int
+) -> None:
+    # Pieces are 256 KiB, so the payloads are spread over a few of those.
+    scale = HASH_CHUNK_BYTES // 1000
+    data = hashlib.shake_256(str(seed).encode()).digest(2 * HASH_CHUNK_BYTES + 77)
+    path = write(tmp_path_factory.mktemp("payloads") / "file", data)
+    told = [(min(a, b) * scale, (max(a, b) - min(a, b)) * scale) for a, b in payloads]
+    with peeking(path, payload_digests=True) as source:
+        source.peek(0, 1)
+        for offset, nbytes in told:
+            source.payload(offset, nbytes)
+        assert source.finish() == hashlib.sha256(data).hexdigest()
+        assert source.digests == {(o, n): hashlib.sha256(data[o : o + n]).hexdigest() for o, n in told}
+
+
+def test_a_payload_read_again_is_held_against_its_digest(tmp_path: Path) -> None:
+    path = write(tmp_path / "file", b"0123456789")
+    with peeking(path, payload_digests=True) as source:
+        source.peek(0, 1)
+        source.payload(2, 4)
+        source.finish()
+        assert source.read_again(2, 4) == b"2345"
+        path.write_bytes(b"0123x56789")
+        with pytest.raises(FileSetError) as caught:
+            source.read_again(2, 4)
+    assert caught.value.findings[0].code == "changed-while-read"
+
+
+def test_a_checksum_is_compared_as_its_bytes_stream_past(tmp_path: Path) -> None:
+    data = os.urandom(3 * HASH_CHUNK_BYTES)
+    path = write(tmp_path / "file", data)
+    part = data[100 : 2 * HASH_CHUNK_BYTES]
+    with peeking(path, payload_digests=True) as source:
+        source.peek(0, 1)
+        source.checksum(100, len(part), zlib.crc32(part))
+        source.payload(100, len(part))
+        assert source.finish() == hashlib.sha256(data).hexdigest()
+        assert source.refusal is None
+        assert source.digests == {(100, len(part)): hashlib.sha256(part).hexdigest()}
+    with peeking(path) as source:
+        source.checksum(100, len(part), zlib.crc32(part) ^ 1)
+        assert source.finish() == hashlib.sha256(data).hexdigest()
+        assert source.refusal is not None
+        (finding,) = source.refusal.findings
+    assert (finding.code, finding.offset) == ("zip-checksum", 100)

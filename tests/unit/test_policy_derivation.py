@@ -4,7 +4,7 @@ import pytest
 
 from safeload.cli import main
 from safeload.errors import ConfigError
-from safeload.formats.pickles.constructors import CONSTRUCTORS
+from safeload.formats.pickles.torch_constructors import ALL_CONSTRUCTORS
 from safeload.policy import INTERPRETED_GLOBALS, Policy, load_policy
 
 HEAD = 'version = 1\nname = "mine"\ndescription = "for a test"\nextends = "numpy-quantized"\n'
@@ -114,7 +114,7 @@ def test_the_digest_is_that_of_what_is_allowed_and_not_of_the_comments() -> None
 
 
 def test_what_a_policy_can_list_is_what_has_a_constructor() -> None:
-    assert {f"{module}.{name}" for module, name in CONSTRUCTORS} == INTERPRETED_GLOBALS
+    assert {f"{module}.{name}" for module, name in ALL_CONSTRUCTORS} == INTERPRETED_GLOBALS
 
 
 def test_a_policy_cannot_teach_a_call() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,3 +80,10 @@ def test_a_record_keeps_nothing_else_alive() -> None:
     array = np.ones(3)
     record = QuantizedWeight8bit(weight=array, scales=array)  # type: ignore[call-arg]
     assert set(map(id, gc.get_referents(record))) <= {id(array), id(QuantizedWeight8bit)}
+
+
+def test_a_field_may_have_the_name_of_what_every_record_has() -> None:
+    packed: Any = record_class("PackedTensor", ("dtype", "shape", "packed"))
+    made = packed(dtype="F4", shape=(2, 3), packed=np.zeros(3, np.uint8))
+    assert made.shape == (2, 3)
+    assert [name for name, _ in made.items()] == ["dtype", "shape", "packed"]

@@ -32,6 +32,18 @@ def merged(base: Any, change: Any) -> Any:
     return tuple(change) if isinstance(change, list) else change
 
 
+class Beside:
+    """The one file that a vector may have beside it."""
+
+    def __init__(self, header: dict[str, str]) -> None:
+        self.name, _, self.hex = header.get("beside", "").partition(" ")
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        data = bytes.fromhex(self.hex)
+        assert len(data) <= limit
+        return data if self.name == name else None
+
+
 def policy_of(header: dict[str, str]) -> Policy:
     base = load_policy(header["policy"])
     change = tomllib.loads(header.get("change", ""))
@@ -41,7 +53,7 @@ def policy_of(header: dict[str, str]) -> Policy:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_vector_is_refused_for_its_cause_at_its_byte(path: Path) -> None:
     header, raw = read(path)
-    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header))
+    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header), Beside(header))
     assert parsed.refusal is not None
     first = parsed.refusal.findings[0]
     found = type(parsed.refusal).__name__, first.code, "-" if first.offset is None else str(first.offset)
@@ -52,7 +64,7 @@ def test_a_vector_is_refused_for_its_cause_at_its_byte(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_refusal_is_one_short_printable_sentence(path: Path) -> None:
     header, raw = read(path)
-    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header))
+    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header), Beside(header))
     assert parsed.refusal is not None
     for finding in parsed.refusal.findings:
         for text in (finding.message, finding.hint or ""):
@@ -84,17 +96,19 @@ def test_every_code_has_a_vector() -> None:
     codes: set[str] = set()
     for path in sorted((PACKAGE / "formats").rglob("*.py")):
         codes |= codes_in(ast.parse(path.read_text()))
+    decide = {"parse", "_parse_content", "_check_name", "_check_shard"}
     scanning = ast.parse((PACKAGE / "scanning.py").read_text())
-    parts = [n for n in scanning.body if isinstance(n, ast.FunctionDef) and n.name in {"parse", "_check_shard"}]
-    assert len(parts) == 2
+    parts = [n for n in scanning.body if isinstance(n, ast.FunctionDef) and n.name in decide]
+    assert len(parts) == len(decide)
     codes |= {code for part in parts for code in codes_in(part)}
-    # This one only ever follows 64 others, so no vector begins with it; `name-many` ends with it.
-    assert codes - {"too-many-findings"} == {read(path)[0]["code"] for path in FILES}
+    # One only ever follows 64 others, so no vector begins with it (`name-many` ends with it); one is met only where
+    # parts of a file are staged (test_staging).
+    assert codes - {"too-many-findings", "not-staged"} == {read(path)[0]["code"] for path in FILES}
 
 
 def test_findings_end_at_a_bound() -> None:
     header, raw = read(FOLDER / "name-many.vector")
-    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header))
+    _, parsed = parse(MemorySource(raw), header["file"], policy_of(header), Beside(header))
     assert parsed.refusal is not None
     assert [f.code for f in parsed.refusal.findings] == ["global-not-allowed"] * 64 + ["too-many-findings"]
 
@@ -104,7 +118,7 @@ def test_every_limit_has_a_vector_and_is_named_where_it_is_met() -> None:
     for path in FILES:
         header, raw = read(path)
         if header["code"] == "limit-exceeded":
-            _, parsed = parse(MemorySource(raw), header["file"], policy_of(header))
+            _, parsed = parse(MemorySource(raw), header["file"], policy_of(header), Beside(header))
             assert parsed.refusal is not None
             named |= set(re.findall(r"`(max_\w+)`", parsed.refusal.findings[0].hint or ""))
     assert named == set(Limits.model_fields)

@@ -3,7 +3,8 @@
 `python -m tests.vectors.generate` writes them; the test beside them makes them again and compares each byte.
 A vector is text lines `key: value`, a blank line, and the raw bytes. Keys: `expect` (class), `code` and `at` (of the
 first finding; `-` for no offset), `policy`, `file` (the name it is scanned under), `change` (a TOML fragment that
-replaces values of the policy; absent where there is none), `comment`.
+replaces values of the policy; absent where there is none), `beside` (name and bytes in hexadecimal of one file beside
+it; absent where there is none), `comment`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.containers_sample import Member, zip_file
 from tests.streams import Writer, array_stream, honest_streams, op, quantized_stream
 
 FOLDER = Path(__file__).parent
@@ -38,6 +40,7 @@ class Vector:
     policy: str = "numpy-quantized"
     file: str = "shard.pkl"
     change: str = ""
+    beside: str = ""
 
     def to_bytes(self) -> bytes:
         lines = [
@@ -47,6 +50,7 @@ class Vector:
             f"policy: {self.policy}",
             f"file: {self.file}",
             *([f"change: {self.change}"] if self.change else []),
+            *([f"beside: {self.beside}"] if self.beside else []),
             f"comment: {self.comment}",
         ]
         return "\n".join(lines).encode() + b"\n\n" + self.raw
@@ -610,7 +614,15 @@ def policies() -> Iterator[Vector]:
     yield vector("shard-dtype", POLICY, "shard-dtype", "", HERE, array_stream("f8"), file=shard, **grok)
     yield vector("shard-big-endian", POLICY, "shard-dtype", "", HERE, array_stream(">f4"), file=shard, **grok)
     yield vector("pickles-not-allowed", POLICY, "format-not-allowed", "", quantized, change="formats.allow = []")
-    yield vector("format-zip", POLICY, "format-not-supported", "", HERE, b"PK\x03\x04", file=shard, **grok)
+    yield vector(
+        "name-other-format", POLICY, "name-contradicts-content", "a pickle", HERE, quantized, file="model.safetensors"
+    )
+    # BINUNICODE, whose length is a part of the header's, takes five bytes, and LONG_BINPUT the rest of the name.
+    header = b'{"rzzzz":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.ljust(0x0558)
+    both = len(header).to_bytes(8, "little") + header
+    yield vector("two-formats", FORMAT, "ambiguous-format", "", HERE, both, file="model.safetensors")
+    archive = zip_file([Member("a.txt", b"text")])
+    yield vector("format-zip", POLICY, "format-not-supported", "of no arrays", HERE, archive, file=shard, **grok)
     yield vector(
         "format-html", POLICY, "format-not-supported", "an error page", HERE, b" <!DOCTYPE html>", file=shard, **grok
     )
@@ -640,8 +652,14 @@ def policies() -> Iterator[Vector]:
 
 def vectors() -> Iterator[Vector]:
     """Yield every vector."""
+    # Late, because each section takes `vector` from here.
+    from tests.vectors import containers, foreign, pytorch
+
     for group in (calls, names, numbers_and_text, structure, arrays, dtypes, records, results, limits, policies):
         yield from group()
+    yield from foreign.vectors()
+    yield from containers.vectors()
+    yield from pytorch.vectors()
 
 
 def main() -> None:

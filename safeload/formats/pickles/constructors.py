@@ -18,8 +18,11 @@ from safeload.formats.pickles.symbols import (
     Payload,
     PendingArray,
     PendingDType,
+    PendingQuantized,
     PendingRecord,
+    PendingTensor,
     Refused,
+    Storage,
 )
 from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE, DType, Extent
 
@@ -70,6 +73,12 @@ def describe(value: object) -> str:
             return "an array" if value.dtype is None else f"an array of {value.dtype}, shape {list(value.shape)}"
         case PendingRecord():
             return f"a {value.rule.name}"
+        case Storage():
+            return f"a {value.type_name} of {value.n_elements}"
+        case PendingTensor():
+            return f"a tensor of {value.dtype}, shape {list(value.shape)}"
+        case PendingQuantized():
+            return f"a quantized tensor of {value.values.dtype}, shape {list(value.values.shape)}"
         case None | bool():
             return repr(value)
         case int() if -(1 << 63) <= value < 1 << 64:

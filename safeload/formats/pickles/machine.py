@@ -16,14 +16,15 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Callable
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NoReturn, TypeAlias
 
 from safeload.errors import Finding, FormatError, LimitError, PolicyError, RejectedError, escape
 from safeload.formats import WINDOW_BYTES, Parsed, Source
 from safeload.formats.pickles.constructors import (
     CONSTRUCTORS,
     NAME,
+    Constructor,
     build_array,
     build_dtype,
     build_record,
@@ -45,7 +46,7 @@ from safeload.formats.pickles.symbols import (
     Refused,
 )
 from safeload.policy import Policy
-from safeload.tensors import Extent
+from safeload.tensors import Extent, Value
 
 HEAD_BYTES = 256
 """Byte strings up to this length are kept as well as pointed at: they may be names, codes or plain values."""
@@ -82,11 +83,24 @@ _QUOTED = re.compile(b"|".join(rb"%s[^\\%s]*+%s%s" % (q, q, _ESCAPED % q, q) for
 
 _Handler: TypeAlias = "Callable[[Machine], None]"
 
+FIRST_WINDOW_BYTES = 2 * 1024
+"""How much is read first, at the start and behind each payload: a shard's opcodes have a few hundred bytes."""
+
 
 class Machine:
     """One run over one pickle. Use `parse_pickle`."""
 
-    def __init__(self, source: Source, policy: Policy) -> None:
+    constructors: ClassVar[Mapping[tuple[str, str], tuple[Constructor | None, range]]] = CONSTRUCTORS
+    """The calls that it knows, as `CONSTRUCTORS` describes them."""
+
+    def __init__(self, source: Source, policy: Policy, *, first: int = 0) -> None:
+        """Get ready to run.
+
+        Args:
+            source: The file's bytes; the pickle ends where they do.
+            policy: What is allowed, and the limits.
+            first: Byte offset at which the pickle begins.
+        """
         self.source = source
         self.policy = policy
         self.globals: dict[tuple[str, str], Global | Refused] = {}
@@ -94,9 +108,11 @@ class Machine:
         self._rules = policy.pickle
         self._limits = policy.limits
         self._window = b""
-        self._base = 0  # offset of the window's first byte
+        self._first = first
+        self._base = first  # offset of the window's first byte
         self._at = 0  # index in the window of the next byte to read
-        self._start = 0  # offset of the opcode that is being run
+        self._step = FIRST_WINDOW_BYTES  # how much the next window takes
+        self._start = first  # offset of the opcode that is being run
         self._frame_end = _NO_FRAME
         self._protocol: int | None = None
         self._stack: list[object] = []
@@ -132,7 +148,11 @@ class Machine:
         if nbytes > self.source.size - here:
             left = max(self.source.size - here, 0)
             self._fail("truncated", f"expected {nbytes} more byte(s), found the end of the file after {left}")
-        self._window = self.source.read(here, max(nbytes, WINDOW_BYTES))
+        if self._at > len(self._window):
+            # Behind a payload: what follows may be the last few opcodes, which a source far away need not pay more for.
+            self._step = FIRST_WINDOW_BYTES
+        self._window = self.source.read(here, max(nbytes, self._step))
+        self._step = min(2 * self._step, WINDOW_BYTES)
         self._base, self._at = here, 0
         if len(self._window) < nbytes:
             self._fail("truncated", f"expected {nbytes} more byte(s), found {len(self._window)}")
@@ -279,7 +299,7 @@ class Machine:
 
     def _header(self) -> int:
         """Read PROTO, where there is one, and return the newest protocol whose opcodes may follow."""
-        if self.source.size == 0:
+        if self.source.size == self._first:
             self._fail("empty-file", "expected a pickle, found an empty file")
         self._refill(1)
         if self._window[0] != _PROTO:
@@ -298,7 +318,7 @@ class Machine:
                     "protocol-not-allowed",
                     f"policy {self.policy.name} allows pickle protocols "
                     f"{', '.join(map(str, self._rules.protocols))}; found {found}",
-                    offset=0,
+                    offset=self._first,
                     hint=self.policy.admits_by("[pickle]", f"protocols = [{0 if self._protocol is None else newest}]"),
                 )
             )
@@ -319,6 +339,11 @@ class Machine:
                 f"expected one value and no open mark at the end, found {len(self._stack)} value(s) and "
                 f"{len(self._outer)} mark(s)",
             )
+        self._check_end(end)
+        return self._stack[0]
+
+    def _check_end(self, end: int) -> None:
+        """Refuse what follows the pickle, which ended before byte `end`."""
         if end != self.source.size:
             self._start = end
             self._fail(
@@ -326,7 +351,6 @@ class Machine:
                 f"expected the end of the file, found {self.source.size - end} more byte(s)",
                 "a shard is exactly one pickle; what follows it would be loaded by some readers and not by others",
             )
-        return self._stack[0]
 
     def _not_an_opcode(self) -> None:
         byte = self._window[self._at - 1]
@@ -627,6 +651,8 @@ class Machine:
             return
         if type(target) is not dict and type(target) is not OrderedMapping:
             self._fail("bad-setitem", f"expected a dict to store in, found {describe(target)}")
+        if type(target) is OrderedMapping and target.is_sealed:
+            self._fail("bad-setitem", "expected backward hooks to stay empty, found an item for them")
         self._store(len(items) // 2)
         for index in range(0, len(items), 2):
             set_item(target, items[index], items[index + 1], self._start)
@@ -665,7 +691,7 @@ class Machine:
         whole = NAME.fullmatch(name) is not None
         if whole and (record := self._rules.records_by_global.get(full)) is not None:
             return Global(module, name, record)
-        known = CONSTRUCTORS.get((module, name))
+        known = self.constructors.get((module, name))
         spoken = (self._protocol or 0) in known[1] if known is not None else False
         if known is not None and spoken and full in self._rules.global_names:
             return Global(module, name)
@@ -674,6 +700,10 @@ class Machine:
             hint = "this is Python 2's name, which only protocols 0 to 2 may use"
         elif known is not None:
             hint = self.policy.admits_by("[[pickle.globals]]", f'names = ["{full}"], and a reason')
+        elif full in self._rules.global_names:
+            hint = "only PyTorch's own files may name it, as `torch.save` writes them"
+        elif (advice := self._advice(full)) is not None:
+            hint = advice
         else:
             import difflib
 
@@ -700,6 +730,10 @@ class Machine:
             )
         return REFUSED
 
+    def _advice(self, full: str) -> str | None:  # noqa: ARG002 - a kind of file may know better
+        """Say what to do about a global that no policy can allow, where that is known."""
+        return None
+
     def _reduce(self) -> None:
         args = self._pop()
         function = self._pop()
@@ -725,7 +759,7 @@ class Machine:
             build_record(record, dict(zip(function.record.fields, args, strict=True)), self._start)
             self._push(record)
             return
-        construct = CONSTRUCTORS[function.module, function.name][0]
+        construct = self.constructors[function.module, function.name][0]
         if construct is None:
             self._fail("bad-call", f"{function} is only ever an argument, found a call of it")
         if args and type(args[0]) is list:
@@ -757,9 +791,10 @@ class Machine:
         elif type(target) is PendingRecord:
             build_record(target, state, self._start)
         else:
-            self._fail(
-                "bad-build", f"expected an array, a dtype or a record to give a state to, found {describe(target)}"
-            )
+            self._build_other(target, state)
+
+    def _build_other(self, target: object, state: object) -> None:  # noqa: ARG002 - a kind of file may take one
+        self._fail("bad-build", f"expected an array, a dtype or a record to give a state to, found {describe(target)}")
 
 
 _PROTO = 0x80
@@ -813,12 +848,25 @@ def parse_pickle(source: Source, policy: Policy, *, machine: Machine | None = No
         value = results.convert(machine.run(), has_refusals=bool(machine.findings))
     except RejectedError as err:
         error = err
-    findings = (*machine.findings, *(error.findings if error is not None else ()))
+    return concluded((machine,), value, results, error)
+
+
+def concluded(machines: Sequence[Machine], value: Value, results: Results, error: RejectedError | None) -> Parsed:
+    """Return what the runs over one file come to.
+
+    Args:
+        machines: Each run over a pickle in it, in order.
+        value: What the file holds, if it is not refused.
+        results: What converted the value.
+        error: What ended the parsing, if something did.
+    """
+    found = tuple(finding for machine in machines for finding in machine.findings)
+    findings = (*found, *(error.findings if error is not None else ()))
     refusal = None
     if findings:
         # A global that is not allowed is the cause; what breaks behind it is a consequence.
-        refusal = PolicyError(*findings) if machine.findings or error is None else error
-    names = tuple(f"{module}.{name}" for module, name in machine.globals)
+        refusal = PolicyError(*findings) if found or error is None else error
+    names = tuple(dict.fromkeys(f"{module}.{name}" for machine in machines for module, name in machine.globals))
     if refusal is not None:
         return Parsed(globals=names, refusal=refusal)
     return Parsed(value=value, tensors=tuple(results.tensors), globals=names)

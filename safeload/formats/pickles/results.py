@@ -7,13 +7,25 @@ from typing import NoReturn
 
 from safeload.errors import Finding, LimitError, PolicyError
 from safeload.formats.pickles.constructors import describe, refuse, short_text
-from safeload.formats.pickles.symbols import OrderedMapping, Payload, PendingArray, PendingRecord
+from safeload.formats.pickles.symbols import (
+    OrderedMapping,
+    Payload,
+    PendingArray,
+    PendingQuantized,
+    PendingRecord,
+    PendingTensor,
+)
 from safeload.policy import Policy, RecordRule
-from safeload.tensors import RecordValue, TensorSpec, Value
+from safeload.tensors import Extent, RecordValue, TensorSpec, Value
 
 MAX_NAME_CHARACTERS = 1024
 """Length of a tensor's name, all its components joined: some ten times that of the longest honest one. Without a
 bound a long key would be copied into the name of every tensor below it."""
+
+
+MAX_VIEWS_OF_A_BYTE = 16
+"""How often, on average, a byte of a file's storages may be in tensors that are not the same view. Honest files come to
+1 or 2 (a flat buffer and the parameters in it). Each view is written out where it is loaded or hashed."""
 
 
 class Results:
@@ -26,6 +38,8 @@ class Results:
         self._open: set[int] = set()  # containers that the current path goes through
         self._n_values = 0
         self._n_characters = 0
+        self._storages: dict[str, int] = {}  # bytes of each storage that a tensor is a view of
+        self._views: dict[tuple[object, ...], int] = {}  # bytes of each view, when written out
 
     def convert(self, result: object, *, has_refusals: bool = False) -> Value:
         """Return the value that the file holds.
@@ -44,6 +58,12 @@ class Results:
         if len(counted) != len(self.tensors):
             twice = counted.most_common(1)[0][0]
             refuse("ambiguous-name", f"each tensor has a name of its own, found {twice[:80]!r} twice", None)
+        room = MAX_VIEWS_OF_A_BYTE * sum(self._storages.values()) + self._policy.limits.max_inline_bytes
+        if sum(self._views.values()) > room:
+            total = (
+                f"{sum(self._views.values()):,} bytes of tensors in {sum(self._storages.values()):,} bytes of storages"
+            )
+            self._limit("max_inline_bytes", f"views of one another that come to {total}")
         return value
 
     def _value(self, value: object) -> Value:
@@ -57,6 +77,10 @@ class Results:
             return value  # type: ignore[return-value] # narrowed by exact type
         if kind is PendingArray:
             return self._tensor(value)  # type: ignore[arg-type]
+        if kind is PendingTensor:
+            return self._torch_tensor(value)  # type: ignore[arg-type]
+        if kind is PendingQuantized:
+            return self._quantized(value)  # type: ignore[arg-type]
         if kind is Payload:
             return self._bytes(value)  # type: ignore[arg-type]
         if kind in {list, tuple, dict, OrderedMapping, PendingRecord}:
@@ -87,7 +111,7 @@ class Results:
         self._path.pop()
         return converted
 
-    def _name(self, array: PendingArray) -> str:
+    def _name(self, array: PendingArray | PendingTensor) -> str:
         name = "/".join(self._path)
         if len(name) > MAX_NAME_CHARACTERS:
             refuse(
@@ -106,6 +130,27 @@ class Results:
         spec = TensorSpec(self._name(array), array.dtype, array.shape, array.order, array.extent)
         self.tensors.append(spec)
         return spec
+
+    def _torch_tensor(self, tensor: PendingTensor) -> TensorSpec:
+        storage, itemsize = tensor.storage, tensor.dtype.itemsize
+        assert storage.offset is not None  # noqa: S101 - its parser has found a place for each before
+        extent = Extent(storage.offset + tensor.first * itemsize, tensor.span * itemsize)
+        spec = TensorSpec(self._name(tensor), tensor.dtype, tensor.shape, tensor.order, extent, strides=tensor.strides)
+        nbytes = spec.n_elements * itemsize
+        if nbytes > max(storage.nbytes, self._policy.limits.max_inline_bytes):
+            self._limit(
+                "max_inline_bytes",
+                f"a view of {nbytes:,} bytes that repeats those of a storage of {storage.nbytes:,}",
+                tensor.offset,
+            )
+        self._storages[storage.key] = storage.nbytes
+        self._views[extent, spec.shape, spec.order, spec.strides] = nbytes
+        self.tensors.append(spec)
+        return spec
+
+    def _quantized(self, tensor: PendingQuantized) -> RecordValue:
+        fields = {"values": tensor.values, **tensor.parameters}
+        return RecordValue("QuantizedTensor", {name: self._child(name, value) for name, value in fields.items()})
 
     def _bytes(self, payload: Payload) -> Value:
         if payload.kind == "bytes":
@@ -164,11 +209,12 @@ class Results:
             )
         )
 
-    def _limit(self, name: str, asked: str) -> NoReturn:
+    def _limit(self, name: str, asked: str, offset: int | None = None) -> NoReturn:
         raise LimitError(
             Finding(
                 "limit-exceeded",
                 asked,
+                offset=offset,
                 hint=self._policy.admits_by("[limits]", f"`{name}` with a larger number, if the file is honest"),
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from safeload.errors import RejectedError
 from safeload.formats import Source
@@ -12,6 +13,7 @@ from safeload.formats.pickles.constructors import describe
 from safeload.formats.pickles.machine import Machine
 from safeload.formats.pickles.opcodes import OPCODES
 from safeload.formats.pickles.symbols import REFUSED, Global
+from safeload.formats.pickles.torch_machine import TorchMachine
 from safeload.policy import Policy
 
 
@@ -43,8 +45,8 @@ class Step:
 class TracingMachine(Machine):
     """Runs as `Machine` does, and tells each step."""
 
-    def __init__(self, source: Source, policy: Policy, tell: Callable[[Step], None]) -> None:
-        super().__init__(source, policy)
+    def __init__(self, source: Source, policy: Policy, tell: Callable[[Step], None], **how: Any) -> None:
+        super().__init__(source, policy, **how)
         self._tell = tell
 
     def _handlers(self, newest: int) -> tuple[Callable[[Machine], None] | None, ...]:
@@ -94,3 +96,7 @@ class TracingMachine(Machine):
             reasons = (entry.reason for entry in self._rules.globals if str(top) in entry.names)
             return f"{shown}: {top.record.reason if top.record is not None else next(reasons, '')}"
         return shown
+
+
+class TracingTorchMachine(TracingMachine, TorchMachine):
+    """Runs as `TorchMachine` does, and tells each step."""

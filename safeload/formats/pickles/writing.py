@@ -33,6 +33,17 @@ MlDtypesFlags: TypeAlias = Literal[64, 80]
 """The `flags` of a pickled ml_dtypes element type: 80 up to ml_dtypes 0.5.1, 64 since. Both are honest."""
 
 
+def shard_file(index: int, process: int = 0) -> str:
+    """Return the file name of tensor `index` as written by process `process`: `tensor00026_000`.
+
+    Raises:
+        ValueError: A number does not fit its digits.
+    """
+    if not (0 <= index < 100_000 and 0 <= process < 1_000):
+        raise ValueError(f"no shard is called tensor {index} of process {process}")
+    return f"tensor{index:05d}_{process:03d}"
+
+
 class Sink(Protocol):
     """Anything that takes bytes: a file opened for writing, a socket's file, a hash."""
 

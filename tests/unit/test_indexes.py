@@ -1,0 +1,213 @@
+"""Claims of `safeload.scanning` about files that belong together: an index and its files agree, both ways."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safeload import scanning
+from safeload.errors import FormatError
+from safeload.formats.inert import may_be_pickle
+from safeload.loading import load, verify
+from safeload.policy import DEFAULT_POLICY, load_policy
+from safeload.publishing import sign
+from safeload.report import Report
+from safeload.scanning import scan
+from safeload.trust.keys import SecretKey
+from tests import tensorflow_sample as tf
+
+
+def safetensors(tensors: Mapping[str, tuple[int, ...]]) -> bytes:
+    """A safetensors file of float32 zeros."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, shape in tensors.items():
+        end = at + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + bytes(at)
+
+
+def write_sharded(folder: Path) -> dict[str, Any]:
+    """Two shards and their index, which is returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model-00001-of-00002.safetensors").write_bytes(safetensors({"a": (2, 3), "b": (4,)}))
+    (folder / "model-00002-of-00002.safetensors").write_bytes(safetensors({"c": (5,)}))
+    index = {
+        "metadata": {"total_size": 60},
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00001-of-00002.safetensors",
+            "c": "model-00002-of-00002.safetensors",
+        },
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return index
+
+
+def found(report: Report) -> dict[str, str]:
+    return {Path(finding.file or "").name: finding.code for finding in report.all_findings}
+
+
+def test_an_index_and_its_shards_are_accepted_together(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    report = scan(tmp_path)
+    assert report.verdict == "accepted"
+    formats = {Path(file.path).name: file.format for file in report.files}
+    assert formats["model.safetensors.index.json"] == "index"
+    assert formats["model-00001-of-00002.safetensors"] == "safetensors"
+
+
+Damage = Callable[[Path, dict[str, Any]], None]
+
+
+def missing_shard(folder: Path, _: dict[str, Any]) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def tensor_elsewhere(_: Path, index: dict[str, Any]) -> None:
+    index["weight_map"]["b"] = "model-00002-of-00002.safetensors"
+
+
+def tensor_unlisted(_: Path, index: dict[str, Any]) -> None:
+    del index["weight_map"]["b"]
+
+
+def shard_unlisted(folder: Path, _: dict[str, Any]) -> None:
+    (folder / "model-00003-of-00003.safetensors").write_bytes(safetensors({"d": (1,)}))
+
+
+def other_total(_: Path, index: dict[str, Any]) -> None:
+    index["metadata"]["total_size"] = 61
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (missing_shard, "index-file-missing"),
+        (tensor_elsewhere, "index-disagrees"),
+        (tensor_unlisted, "index-disagrees"),
+        (shard_unlisted, "index-disagrees"),
+        (other_total, "index-disagrees"),
+    ],
+)
+def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path, damage: Damage, code: str) -> None:
+    index = write_sharded(tmp_path)
+    damage(tmp_path, index)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert found(scan(tmp_path)) == {"model.safetensors.index.json": code}
+
+
+def test_an_index_alone_is_refused_as_its_files_are_not_known(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    report = scan(tmp_path / "model.safetensors.index.json")
+    assert found(report) == {"model.safetensors.index.json": "index-file-missing"}
+
+
+def test_a_refused_shard_does_not_blame_the_index(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes() + b"x")
+    assert set(found(scan(tmp_path))) == {shard.name}
+
+
+def test_a_sharded_checkpoint_is_signed_verified_and_loaded(tmp_path: Path) -> None:
+    key = SecretKey.generate()
+    write_sharded(tmp_path / "ckpt")
+    envelope = sign(tmp_path / "ckpt", keys=[key], model="m", revision="r")
+    assert verify(tmp_path / "ckpt", manifest=envelope, trust=key.public).is_accepted
+    loaded = load(tmp_path / "ckpt", manifest=envelope, trust=key.public)
+    assert loaded["model-00001-of-00002.safetensors"]["a"].shape == (2, 3)
+    assert loaded["model-00002-of-00002.safetensors"]["c"].tolist() == [0.0] * 5
+    assert "model.safetensors.index.json" not in loaded
+
+
+def test_a_signature_does_not_make_a_wrong_index_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = SecretKey.generate()
+    folder = tmp_path / "ckpt"
+    index = write_sharded(folder)
+    tensor_elsewhere(folder, index)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with monkeypatch.context() as patched:
+        patched.setattr("safeload.scanning._check_indexes", lambda files, _: list(files))
+        envelope = sign(folder, keys=[key], model="m", revision="r")
+    for use in (load, verify):
+        with pytest.raises(FormatError) as caught:
+            use(folder, manifest=envelope, trust=key.public)
+        assert caught.value.findings[0].code == "index-disagrees"
+
+
+# ---------------------------------------------------------------- one file, two formats
+
+
+def both(header_bytes: int, opcodes: str) -> bytes:
+    """A safetensors file that begins a pickle as well: BINUNICODE, whose length is part of the header's length.
+
+    Its string takes the first bytes of the header, `{"` included where it is 5 bytes long, and the name of the tensor
+    goes on with opcodes.
+    """
+    assert header_bytes % 256 == ord("X")
+    text = f'{{"{opcodes}":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}}}'
+    return header_bytes.to_bytes(8, "little") + text.ljust(header_bytes).encode() + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("header_bytes", "opcodes", "code"),
+    [
+        (0x0558, "h", None),  # BINGET of what was never put: every reader stops
+        (0x0558, "cos\\nsystem\\n(S'true'\\ntR.", None),  # JSON has no line feed in a string, and GLOBAL needs two
+        (0x01000258, "abc", "ambiguous-format"),  # a string that ends behind what is looked at
+    ],
+)
+def test_a_safetensors_file_that_may_be_a_pickle_as_well_is_refused(
+    tmp_path: Path, header_bytes: int, opcodes: str, code: str | None
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(both(header_bytes, opcodes))
+    (file,) = scan(tmp_path).files
+    assert [finding.code for finding in file.findings[:1]] == ([] if code is None else [code])
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.weight", "rms_norm.weight", ".", "q", "a"])
+def test_an_honest_header_of_any_length_is_taken_for_no_pickle(name: str) -> None:
+    policy = load_policy(DEFAULT_POLICY)
+    entry = f'{{"{name}":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}}}'.encode()
+    doubted = 0
+    lengths = range(80, 20_000, 8)
+    for length in lengths:
+        data = length.to_bytes(8, "little") + entry.ljust(length) + bytes(4)
+        doubted += may_be_pickle(data, policy, whole=True)
+    # A name that begins with LONG_BINPUT behind a string that begins before it: one length in 256, if that.
+    assert doubted <= len(lengths) // 200
+
+
+# ---------------------------------------------------------------- a bundle of TensorFlow
+
+
+def test_data_files_are_held_against_the_index_that_was_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process swaps the index between the scan of the data, which reads it, and its own."""
+    index = tmp_path / "m.index"
+    data = tmp_path / "m.data-00000-of-00001"
+    two = tf.entry(tf.FLOAT, tf.shape_of(1000), nbytes=4000)
+    pair = tf.entry(tf.FLOAT, tf.shape_of(1, 1000), nbytes=4000)
+    index.write_bytes(tf.table([(b"", tf.header()), (b"w", two)]))
+    other = tf.table([(b"", tf.header()), (b"w", pair)])
+    data.write_bytes(bytes(4000))  # the longest file is scanned first
+    assert scan(tmp_path, digests=True).is_accepted
+    real = vars(scanning)["parse_bundle_data"]
+
+    def swap(*arguments: Any) -> Any:
+        parsed = real(*arguments)
+        index.write_bytes(other)
+        return parsed
+
+    monkeypatch.setattr(scanning, "parse_bundle_data", swap)
+    monkeypatch.setattr(scanning, "n_processors", lambda: 1)
+    report = scan([data, index], digests=True)
+    assert found(report) == {"m.index": "changed-while-read"}
