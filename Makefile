@@ -49,7 +49,8 @@ bench: $(STAMP) ## run every benchmark; each prints one table
 
 bench-peers: ## install the peers that the benchmarks compare with, in an environment of their own
 	@$(VENV)-peers/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)-peers
-	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check picklescan modelscan fickling model-signing pyOpenSSL
+	$(VENV)-peers/bin/python -m pip install --quiet --disable-pip-version-check picklescan modelscan fickling model-signing pyOpenSSL \
+	  safetensors numpy jax orbax-checkpoint torch==2.13.0
 
 fuzz: $(STAMP) ## feed damaged and random bytes to the parsers for FUZZ_SECONDS (default 60)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || \

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from safeload.report import Progress
 
@@ -50,6 +50,91 @@ def n_processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
+class Crew:
+    """Threads that work on one lot of items after another, so that one lot can be begun while another is used.
+
+    Use it as a context manager: leaving it stops what is not done, and waits until no thread works any more.
+
+    Attributes:
+        meter: Counts what was done of all lots.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Say how many threads; they start with the first work."""
+        self.meter = Meter()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="safeload")
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        """Return the crew itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Have every thread end after the piece that it is at, and wait for that."""
+        self.meter.stop()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def begin(self, items: Sequence[T], work: Callable[[T, Meter], R], *, size: Callable[[T], int]) -> list[Future[R]]:
+        """Begin the work on a lot of items, and return what `finish` waits for.
+
+        The largest item goes first, so that no thread is left alone with it at the end. Lots are worked on in the order
+        in which they were begun.
+
+        Args:
+            items: What to work on.
+            work: Told the item and the meter, whose `advance` it calls after each piece.
+            size: Bytes of an item.
+        """
+        order = sorted(range(len(items)), key=lambda index: size(items[index]), reverse=True)
+        futures = {index: self._threads.submit(self._do, items[index], work) for index in order}
+        return [futures[index] for index in range(len(items))]
+
+    def finish(self, lot: Sequence[Future[R]], tell: Callable[[int], None]) -> list[R]:
+        """Wait until a lot is done, and return its results in the order of its items.
+
+        When an item fails, or the calling thread is interrupted, all work stops after the pieces that it is at.
+
+        Args:
+            lot: What `begin` returned.
+            tell: Told from time to time, by the calling thread, how many bytes of all lots are done.
+
+        Raises:
+            BaseException: The first that a `work` raised.
+        """
+        try:
+            self._await(lot, tell)
+        except BaseException:
+            # Leaving the context waits for the threads; they end at their next piece.
+            self.meter.stop()
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [future.result() for future in lot]
+
+    def _await(self, lot: Sequence[Future[R]], tell: Callable[[int], None]) -> None:
+        pending = set(lot)
+        while pending:
+            done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
+            error = next(filter(None, (future.exception() for future in done)), None)
+            if error is not None:
+                # What stopped this item may have happened to one of another lot, which was begun ahead.
+                raise self._error or error
+            tell(self.meter.nbytes)
+
+    def _do(self, item: T, work: Callable[[T, Meter], R]) -> R:
+        try:
+            self.meter.advance(0)
+            return work(item, self.meter)
+        except _StoppedError:
+            raise  # the cause has told of itself, below
+        except BaseException as err:
+            with self._lock:
+                self._error = self._error or err
+            # Stopped here and not by the thread that waits: this one would begin its next item before that wakes.
+            self.meter.stop()
+            raise
+
+
 def run(
     items: Sequence[T],
     work: Callable[[T, Meter], R],
@@ -59,10 +144,7 @@ def run(
     phase: str,
     progress: Progress | None,
 ) -> list[R]:
-    """Do `work` for each item and return the results in the order of the items.
-
-    The largest item goes first, so that no thread is left alone with it at the end. When one fails, or the calling
-    thread is interrupted, the others end after the piece that they are at.
+    """Do `work` for each item and return the results in the order of the items; see `Crew`.
 
     Args:
         items: What to work on.
@@ -76,44 +158,13 @@ def run(
         BaseException: The first that a `work` raised.
     """
     total = sum(map(size, items))
-    meter = Meter()
     tell = progress or (lambda *_: None)
     if not threads:
+        meter = Meter()
         results: list[R] = []
         for item in items:
             results.append(work(item, meter))
             tell(phase, meter.nbytes, total)
         return results
-    order = sorted(range(len(items)), key=lambda index: size(items[index]), reverse=True)
-    with ThreadPoolExecutor(threads, thread_name_prefix="safeload") as pool:
-        try:
-            futures = {index: pool.submit(_stopping, items[index], work, meter) for index in order}
-            _await(futures.values(), lambda: tell(phase, meter.nbytes, total))
-        except BaseException:
-            # Leaving the pool waits for its threads; they end at their next piece.
-            meter.stop()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return [futures[index].result() for index in range(len(items))]
-
-
-def _stopping(item: T, work: Callable[[T, Meter], R], meter: Meter) -> R:
-    try:
-        meter.advance(0)
-        return work(item, meter)
-    except BaseException:
-        # Set here and not by the thread that waits: this one would begin with the next item before that wakes.
-        meter.stop()
-        raise
-
-
-def _await(futures: Iterable[Future[R]], tell: Callable[[], None]) -> None:
-    pending = set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
-        for future in done:
-            error = future.exception()
-            # What stopped the others is in another future, which may be done a moment later.
-            if error is not None and not isinstance(error, _StoppedError):
-                raise error
-        tell()
+    with Crew(threads) as crew:
+        return crew.finish(crew.begin(items, work, size=size), lambda done: tell(phase, done, total))

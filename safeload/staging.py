@@ -3,33 +3,43 @@
 What is handed out can not be reached by another process, nor changed by this one: private anonymous memory, made
 read-only after the last digest in it matched. The files on disk do not matter from then on.
 
+`stage` takes everything at once; `stream` a batch at a time, in memory that is used again, so that a checkpoint of any
+size goes through a fixed budget, and reads only the files, or the chunks of files, that are wanted.
+
 Where the manifest has digests of a file's chunks, several threads read and check one file at a time, so that a large
 one leaves no processor idle. Then the digest of the whole is not computed: the signed chunks cover each byte, in their
 order, and the signed size says how many there are, so that a file whose chunks all match has exactly the bytes that
 were hashed when it was signed. `safeload sign` takes both digests in one pass over the same bytes.
+
+So it is with BLAKE3, which is signed beside SHA-256 and takes a third of the time: where a manifest has it and its
+package is installed, it alone is computed. Whoever signs can sign two digests of different files, and so give one file
+to those who have the package and another to those who have not; that is within a signer's power to begin with.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import hashlib
 import mmap
 import os
 import re
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
+from typing import Final, NoReturn, Self
 
-from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES
+from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES, Algorithm, has_blake3, new_hasher
 from safeload.errors import ConfigError, DigestMismatchError, FileSetError, Finding, StagingError, escape
 from safeload.files import Root, WalkedFile, hard_link, read_into
+from safeload.formats import WINDOW_BYTES
 from safeload.manifest import FileEntry, Manifest, TrustedManifest, fold_path
-from safeload.parallel import Meter, n_processors, run
+from safeload.memory import Arena, ArenaPool, available_memory, collect_garbage, page_bytes
+from safeload.parallel import Crew, Meter, n_processors
 from safeload.report import Progress
 
 ALIGNMENT_BYTES = 64
@@ -41,18 +51,17 @@ SMALL_FILE_BYTES = 1024 * 1024
 SLAB_BYTES = 32 * 1024 * 1024
 """Fill of such a shared arena. One thread fills it: threads that take turns at small files only wait for each other."""
 
-RUN_CHUNKS = 4
-"""Chunks that one thread takes of a file at a time: 64 MiB are hashed in 40 ms, so that threads end close together."""
+BATCH_BYTES = 64 * 1024 * 1024
+"""Most bytes of a streamed batch that holds several files. The sooner pages are used again, the fewer fresh ones are
+touched: 256 MiB took a tenth more processor time; below 64 there was nothing more to gain."""
+
+BATCHES_AHEAD = 2
+"""Batches that are read while another is used, memory permitting: with one alone, threads idle at the end of each."""
 
 _SHARD_NAME = re.compile(r"tensor([0-9]{5,})_([0-9]{3,})")
 """How Grok-1's checkpoints name shards: index of the tensor, and of the process that wrote the shard."""
 
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_LIBC.mprotect.restype = ctypes.c_int
+_NOTHING: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,66 +71,63 @@ class StagedFile:
     Attributes:
         entry: What was signed.
         view: The file's bytes, read-only; whatever is made from the view keeps the memory alive.
+        present: The byte ranges of the file that were read, in order; None for all. What lies between is not there:
+            to touch it ends the process (SIGSEGV), but for what shares a page with what was read, which is zero.
+        algorithm: Of the digest that its bytes were held against.
     """
 
     entry: FileEntry
     view: memoryview
+    present: tuple[range, ...] | None = None
+    algorithm: Algorithm = "sha256"
 
 
 @dataclass(frozen=True, slots=True)
 class StagedCheckpoint:
-    """Proof that each file of a trusted manifest is in private read-only memory, with the digest that was signed.
+    """Proof that files of a trusted manifest are in private read-only memory, with the digests that were signed.
 
     Attributes:
         trusted: The manifest, and who signed it.
-        files: The files by their path, in the manifest's order.
+        files: The files by their path, in the manifest's order: all of them, or those of one batch of `stream`.
+        indexes: The bytes of every index that is or was among the files, by its path: other files are read by them.
     """
 
     trusted: TrustedManifest
     files: Mapping[str, StagedFile]
+    indexes: Mapping[str, bytes] = field(default_factory=lambda: _NOTHING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A file, what to hold it against, and the byte ranges of it to read: whole chunks, or None for all of it."""
+
+    entry: FileEntry
+    algorithm: Algorithm = "sha256"
+    present: tuple[range, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.size if self.present is None else sum(map(len, self.present))
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The files of one arena and where each begins in it."""
+    """The files of one arena and where each begins in it.
+
+    Attributes:
+        nbytes: Length of the arena, in whole pages.
+        slots: The files.
+        parts: The bytes of the arena that are used, where the one file in it is not read whole.
+    """
 
     nbytes: int
-    slots: tuple[tuple[FileEntry, int], ...]
+    slots: tuple[tuple[_Wanted, int], ...]
+    parts: tuple[range, ...] | None = None
 
-
-class _Arena:
-    """Private anonymous memory of one plan."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self.plan = plan
-        self._mapping = mmap.mmap(-1, plan.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Small pages would cost as much to touch as the bytes cost to hash. It is a hint: kernels may lack it.
-        with contextlib.suppress(OSError):
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
-
-    def writable(self, start: int, nbytes: int) -> memoryview:
-        """Lend bytes to write to; the borrower releases them."""
-        with memoryview(self._mapping) as everything:
-            return everything[start : start + nbytes]
-
-    def freeze(self) -> None:
-        """Make the pages read-only: from here on a write through any alias ends the process (SIGSEGV)."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        if _LIBC.mprotect(address, self.plan.nbytes, mmap.PROT_READ):
-            number = ctypes.get_errno()
-            raise StagingError(f"cannot make staged memory read-only: {os.strerror(number)}")
-
-    def staged(self) -> Iterator[StagedFile]:
-        """Hand out the files of the frozen arena."""
-        everything = memoryview(self._mapping).toreadonly()
-        for entry, start in self.plan.slots:
-            yield StagedFile(entry, everything[start : start + entry.size])
-
-    def close(self) -> None:
-        """Give the memory back."""
-        # Refused while a thread still writes there, which a second Ctrl-C leaves behind: it goes when that one ends.
-        with contextlib.suppress(BufferError):
-            self._mapping.close()
+    @property
+    def cost(self) -> int:
+        """Most bytes of it that can be resident."""
+        return self.nbytes if self.parts is None else page_bytes(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,26 +139,28 @@ class _Work:
 
 
 class _Split:
-    """One file that several threads read, alone in its arena: opened once, frozen when the last of its runs is done."""
+    """One file that several threads read chunk by chunk: opened once, closed when the last of its chunks is done."""
 
-    def __init__(self, root: Root, arena: _Arena) -> None:
-        ((self._entry, self._start),) = arena.plan.slots
+    def __init__(self, root: Root, arena: Arena, wanted: _Wanted, start: int) -> None:
+        self._wanted = wanted
+        self._entry = wanted.entry
+        self._start = start
         self._root = root
         self._arena = arena
-        self._signed = self._entry.chunk_digests
-        self._runs = range(0, len(self._signed), RUN_CHUNKS)
-        self._left = len(self._runs)
+        entry, blake3 = wanted.entry, wanted.algorithm == "blake3"
+        self._signed = entry.blake3_chunk_digests if blake3 else entry.chunk_digests
+        present = (range(self._entry.size),) if wanted.present is None else wanted.present
+        self._chunks = [index for part in present for index in _chunks_of(part)]
+        self._left = len(self._chunks)
         self._lock = threading.Lock()
         self._fd = -1
         self._refusal: FileSetError | None = None
         self._differ: dict[int, str] = {}
 
     def work(self) -> Iterator[_Work]:
-        """Yield the runs."""
-        for first in self._runs:
-            end = min(first + RUN_CHUNKS, len(self._signed))
-            nbytes = min(end * CHUNK_BYTES, self._entry.size) - first * CHUNK_BYTES
-            yield _Work(nbytes, partial(self._run, range(first, end)))
+        """Yield the chunks."""
+        for index in self._chunks:
+            yield _Work(len(self._range(index)), partial(self._check, index))
 
     def close(self) -> None:
         """Close the file, if it is open. No thread may be at work on it."""
@@ -160,24 +168,27 @@ class _Split:
             os.close(self._fd)
             self._fd = -1
 
-    def _run(self, chunks: range, meter: Meter) -> list[Finding]:
-        differ: dict[int, str] = {}
+    def _range(self, index: int) -> range:
+        return range(index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self._entry.size))
+
+    def _check(self, index: int, meter: Meter) -> list[Finding]:
+        found = b""
         refusal: FileSetError | None = None
         try:
-            differ = self._compare(self._open(), chunks, meter)
+            found = self._read(self._open(), index, meter)
         except FileSetError as err:
             refusal = err
         with self._lock:
-            self._differ |= differ
+            if refusal is None and found != self._signed[index]:
+                self._differ[index] = found.hex()
             self._refusal = self._refusal or refusal
             self._left -= 1
             if self._left:
                 return []
         self.close()
-        if self._refusal is None and not self._differ:
-            self._arena.freeze()
-            return []
-        return list(self._refusal.findings) if self._refusal is not None else [self._mismatch()]
+        if self._refusal is not None:
+            return list(self._refusal.findings)
+        return [self._mismatch()] if self._differ else []
 
     def _open(self) -> int:
         with self._lock:
@@ -187,70 +198,71 @@ class _Split:
                 self._fd = self._root.open(self._entry.path)
             return self._fd
 
-    def _compare(self, fd: int, chunks: range, meter: Meter) -> dict[int, str]:
-        """Read some chunks, and return the digests of those that are not as signed, by their index."""
-        entry = self._entry
-        differ: dict[int, str] = {}
-        with self._arena.writable(self._start, entry.size) as target:
-            for index in chunks:
-                end = min((index + 1) * CHUNK_BYTES, entry.size)
-                digest = _read(fd, entry, target, range(index * CHUNK_BYTES, end), meter)
-                if digest != self._signed[index]:
-                    differ[index] = digest.hex()
-        if chunks.stop == len(self._signed):
-            _require_end(fd, entry)
-        return differ
+    def _read(self, fd: int, index: int, meter: Meter) -> bytes:
+        """Read a chunk to its place, and return the digest of what stands there then."""
+        where = self._range(index)
+        with self._arena.writable(self._start + where.start, len(where)) as target:
+            digest = _read(fd, self._wanted, target, where.start, meter)
+        if where.stop == self._entry.size:
+            _require_end(fd, self._entry)
+        return digest
 
     def _mismatch(self) -> Finding:
         first = min(self._differ)
-        start, end = first * CHUNK_BYTES, min((first + 1) * CHUNK_BYTES, self._entry.size)
-        message = f"expected sha256:{self._signed[first].hex()} of bytes {start} to {end}, "
-        message += f"found sha256:{self._differ[first]}; {len(self._differ)} of {len(self._signed)} chunks differ"
-        return _digest_mismatch(self._entry, message, start)
+        where, name = self._range(first), self._wanted.algorithm
+        message = f"expected {name}:{self._signed[first].hex()} of bytes {where.start} to {where.stop}, "
+        message += f"found {name}:{self._differ[first]}; {len(self._differ)} of {len(self._chunks)} chunks differ"
+        return _digest_mismatch(self._entry, message, where.start)
 
 
-def _fill(root: Root, arena: _Arena, meter: Meter) -> list[Finding]:
-    """Read, hash and compare the files of one arena, and freeze it if all of them are the signed ones."""
+def _fill(root: Root, arena: Arena, slots: Sequence[tuple[_Wanted, int]], meter: Meter) -> list[Finding]:
+    """Read, hash and compare some whole files of an arena."""
     found: list[Finding] = []
-    for entry, start in arena.plan.slots:
+    for wanted, start in slots:
         try:
-            with arena.writable(start, entry.size) as target:
-                finding = _compare_whole(root, entry, target, meter)
+            with arena.writable(start, wanted.entry.size) as target:
+                finding = _compare_whole(root, wanted, target, meter)
         except FileSetError as err:
             found.extend(err.findings)
         else:
             found.extend([] if finding is None else [finding])
-    if not found:
-        arena.freeze()
     return found
 
 
-def _compare_whole(root: Root, entry: FileEntry, target: memoryview, meter: Meter) -> Finding | None:
+def _compare_whole(root: Root, wanted: _Wanted, target: memoryview, meter: Meter) -> Finding | None:
+    entry, algorithm = wanted.entry, wanted.algorithm
     fd = root.open(entry.path)
     try:
-        found = _read(fd, entry, target, range(entry.size), meter).hex()
+        found = _read(fd, wanted, target, 0, meter).hex()
         _require_end(fd, entry)
     finally:
         os.close(fd)
-    if found != entry.sha256:
-        return _digest_mismatch(entry, f"expected sha256:{entry.sha256}, found sha256:{found}")
+    expected = entry.sha256 if algorithm == "sha256" else entry.blake3
+    if found != expected:
+        return _digest_mismatch(entry, f"expected {algorithm}:{expected}, found {algorithm}:{found}")
     return None
 
 
-def _read(fd: int, entry: FileEntry, target: memoryview, where: range, meter: Meter) -> bytes:
-    """Read some bytes of a file to where they belong in `target`, and return the SHA-256 of what stands there then."""
-    digest = hashlib.sha256()
-    position = where.start
-    while position < where.stop:
-        with target[position : min(position + HASH_CHUNK_BYTES, where.stop)] as room:
-            got = read_into(fd, room, position, path=entry.path)
+def _read(fd: int, wanted: _Wanted, target: memoryview, start: int, meter: Meter) -> bytes:
+    """Fill `target` with the file's bytes from `start` on, and return the digest of what stands there then."""
+    entry, digest = wanted.entry, new_hasher(wanted.algorithm)
+    filled, nbytes = 0, target.nbytes
+    while filled < nbytes:
+        with target[filled : filled + HASH_CHUNK_BYTES] as room:
+            got = read_into(fd, room, start + filled, path=entry.path)
             if not got:
-                raise FileSetError(_size_mismatch(entry, f"{position} bytes"))
+                raise FileSetError(_size_mismatch(entry, f"{start + filled} bytes"))
             with room[:got] as fresh:
                 digest.update(fresh)
-        position += got
+        filled += got
         meter.advance(got)
     return digest.digest()
+
+
+def _algorithm(entry: FileEntry, *, blake3: bool) -> Algorithm:
+    """Return which digest to hold a file against: of each chunk before that of the whole, and BLAKE3 if it is there."""
+    signed = entry.blake3 if entry.chunks is None else entry.blake3_chunks
+    return "blake3" if blake3 and signed is not None else "sha256"
 
 
 def _require_end(fd: int, entry: FileEntry) -> None:
@@ -263,6 +275,171 @@ def _digest_mismatch(entry: FileEntry, message: str, offset: int | None = None) 
     return Finding("digest-mismatch", message, file=entry.path, offset=offset, hint=hint)
 
 
+class _Batch:
+    """The arenas of some plans, and the work of filling them, which has begun."""
+
+    def __init__(self, root: Root, crew: Crew, filling: Sequence[tuple[_Plan, Arena]]) -> None:
+        self._crew = crew
+        self._filling = filling
+        self._splits: list[_Split] = []
+        items: list[_Work] = []
+        for plan, arena in filling:
+            together: list[tuple[_Wanted, int]] = []
+            for slot in plan.slots:
+                wanted, start = slot
+                if wanted.entry.chunks is not None:
+                    self._splits.append(_Split(root, arena, wanted, start))
+                    items.extend(self._splits[-1].work())
+                elif wanted.entry.size > SMALL_FILE_BYTES:
+                    items.append(_Work(wanted.nbytes, partial(_fill, root, arena, [slot])))
+                else:
+                    together.append(slot)
+            items += [_Work(nbytes, partial(_fill, root, arena, few)) for nbytes, few in _slabs(together)]
+        self._lot: list[Future[list[Finding]]] = crew.begin(
+            items, lambda item, meter: item.do(meter), size=lambda item: item.nbytes
+        )
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """The arenas."""
+        return [arena for _, arena in self._filling]
+
+    def close(self) -> None:
+        """Close what is open. No thread may be at work on it."""
+        for split in self._splits:
+            split.close()
+
+    def finish(self, tell: Callable[[int], None]) -> dict[str, StagedFile]:
+        """Wait until all is read, raise what was found once every file was looked at, freeze, and hand out."""
+        results = self._crew.finish(self._lot, tell)
+        findings = sorted((f for result in results for f in result), key=lambda finding: finding.file or "")
+        if any(finding.code != "digest-mismatch" for finding in findings):
+            raise FileSetError(*findings)
+        if findings:
+            raise DigestMismatchError(*findings)
+        for arena in self.arenas:
+            arena.freeze()
+        return {
+            wanted.entry.path: StagedFile(
+                wanted.entry, arena.readable(start, wanted.entry.size), wanted.present, wanted.algorithm
+            )
+            for plan, arena in self._filling
+            for wanted, start in plan.slots
+        }
+
+
+def _slabs(slots: Iterable[tuple[_Wanted, int]]) -> Iterator[tuple[int, list[tuple[_Wanted, int]]]]:
+    """Divide small files among threads, and say how many bytes each part has."""
+    few: list[tuple[_Wanted, int]] = []
+    filled = 0
+    for slot in slots:
+        if few and filled + slot[0].nbytes > SLAB_BYTES:
+            yield filled, few
+            few, filled = [], 0
+        few.append(slot)
+        filled += slot[0].nbytes
+    if few:
+        yield filled, few
+
+
+class _Reader:
+    """Reads lots of plans, one batch after the other, within a limit of memory. Called from one thread."""
+
+    def __init__(
+        self,
+        root: Root,
+        trusted: TrustedManifest,
+        lots: Sequence[Sequence[_Plan]],
+        *,
+        limit: int,
+        arena_bytes: int = 0,
+        threads: int,
+        progress: Progress | None,
+    ) -> None:
+        self._root = root
+        self._trusted = trusted
+        self._lots = deque(lots)
+        self._arena_bytes = arena_bytes
+        self._pool = ArenaPool(limit)
+        self._crew = Crew(threads)
+        self._ahead: deque[_Batch] = deque()
+        self._lent: tuple[_Batch, dict[str, StagedFile]] | None = None
+        self._total = sum(wanted.nbytes for lot in lots for plan in lot for wanted, _ in plan.slots)
+        self._progress = progress or (lambda *_: None)
+        self._indexes: dict[str, bytes] = {}
+        self._is_left = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_left = True
+        # From the last to the first: nothing is closed, or given back, that a thread is at work on.
+        with ExitStack() as stack:
+            stack.callback(self._pool.close)
+            for batch in self._ahead:
+                stack.callback(batch.close)
+            stack.push(self._crew)
+
+    def batches(self) -> Iterator[StagedCheckpoint]:
+        """Yield one batch after the other; each ends when the next is asked for."""
+        while self._lots or self._ahead:
+            if self._is_left:
+                # To end here would look as if every file had been verified.
+                raise RuntimeError("the context of this stream was left before its last batch")
+            yield self.next_batch()
+            self.end_batch()
+
+    def next_batch(self) -> StagedCheckpoint:
+        """Return the next batch once it is verified, while those behind it are read."""
+        self._read_ahead(BATCHES_AHEAD)
+        if not self._ahead:
+            collect_garbage()
+            self._read_ahead(1)
+        if not self._ahead:
+            needed = sum(plan.cost for plan in self._lots[0])
+            message = f"the next batch takes {needed} bytes, of {self._pool.limit} bytes {self._pool.lent} are in use"
+            raise StagingError(
+                f"{message} by what was made from batches before",
+                hint="let go of it, or copy it, before the next batch; or raise --memory-budget",
+            )
+        batch = self._ahead[0]
+        files = batch.finish(lambda done: self._progress("staging", done, self._total))
+        self._ahead.popleft()
+        self._lent = batch, files
+        self._read_ahead(BATCHES_AHEAD)
+        in_order = {path: files[path] for path in sorted(files)}
+        for path, file in files.items():
+            if file.entry.format == "index":
+                self._indexes[path] = bytes(file.view)
+        return StagedCheckpoint(self._trusted, MappingProxyType(in_order), MappingProxyType(self._indexes))
+
+    def end_batch(self) -> None:
+        """Take the views of the last batch back, and its memory, as far as nobody made anything of them."""
+        if self._lent is None:
+            return
+        (batch, files), self._lent = self._lent, None
+        for file in files.values():
+            # Refused where something was made from it, which keeps the memory: the pool sees that.
+            with contextlib.suppress(BufferError):
+                file.view.release()
+        for arena in batch.arenas:
+            self._pool.give_back(arena)
+
+    def _read_ahead(self, most: int) -> None:
+        while self._lots and len(self._ahead) < most:
+            filling: list[tuple[_Plan, Arena]] = []
+            for plan in self._lots[0]:
+                arena = self._pool.take(max(plan.nbytes, self._arena_bytes), parts=plan.parts)
+                if arena is None:
+                    for _, taken in filling:
+                        self._pool.give_back(taken)
+                    return
+                filling.append((plan, arena))
+            self._lots.popleft()
+            self._ahead.append(_Batch(self._root, self._crew, filling))
+
+
 def stage(
     directory: str | Path,
     trusted: TrustedManifest,
@@ -270,7 +447,7 @@ def stage(
     memory_budget: int | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
-    ignore: Mapping[str, bytes] = MappingProxyType({}),
+    ignore: Mapping[str, bytes] = _NOTHING,
 ) -> StagedCheckpoint:
     """Prove that `directory` holds exactly the signed files, by reading each once into private read-only memory.
 
@@ -291,30 +468,174 @@ def stage(
         StagingError: they do not fit in memory, or could not be read.
         ConfigError: `threads` is less than 1.
     """
+    threads = _threads(threads)
+    with Root(directory) as root:
+        _require_file_set(root, trusted.manifest, ignore)
+        plans = _plan(_wanted_files(trusted.manifest), room=SLAB_BYTES, alone=SMALL_FILE_BYTES)
+        needed = sum(plan.cost for plan in plans)
+        _require_memory(needed, memory_budget)
+        with _Reader(root, trusted, [plans], limit=needed, threads=threads, progress=progress) as reader:
+            return reader.next_batch()
+
+
+@contextlib.contextmanager
+def stream(
+    directory: str | Path,
+    trusted: TrustedManifest,
+    *,
+    wanted: Mapping[str, tuple[range, ...] | None] | None = None,
+    memory_budget: int | None = None,
+    progress: Progress | None = None,
+    threads: int | None = None,
+    ignore: Mapping[str, bytes] = _NOTHING,
+    absent: Callable[[str], bool] | None = None,
+) -> Iterator[Iterator[StagedCheckpoint]]:
+    """Prove what `stage` does, a batch of files at a time, in memory that is bounded and used again.
+
+    The file set is checked first, and then the memory that the largest file takes. While one batch is used, the next
+    are read as far as the budget allows. A batch, with every view that it handed out, ends when the next is asked for
+    or the context is left; its memory is written to again only if nobody has any of it any more. What was made from a
+    view, a slice or an array, stays valid as long as somebody has it, and counts against the budget as long.
+
+    Files without tensors come first, as others may be read by them (an index), then the largest: their threads end
+    close together if only small ones are left.
+
+    Args:
+        directory: Where the checkpoint's files are.
+        trusted: The verified manifest.
+        wanted: The files to read, by path, each with the byte ranges that are needed of it, or None for all. Ranges
+            are widened to chunks that have a digest of their own, and to the whole file where there are none; what lies
+            outside of the listed tensors is always among them, as a scan cannot do without it. None for all files.
+        memory_budget: Most bytes of all memory that files are staged in, at any time; None for what is available.
+        progress: Told of the phase "staging" from the thread that asks for batches.
+        threads: How many to read with; None for as many as this process may use processors.
+        ignore: Files that may lie in the directory unlisted, with exactly these bytes: the manifest itself.
+        absent: Whether a file, by path, is one that other hosts hold: it may be missing here, and is not read unless
+            `wanted` names it.
+
+    Yields:
+        An iterator of batches, in which every wanted file is exactly once.
+
+    Raises:
+        FileSetError: files are missing, unlisted, no regular files, or of another length; every one is a finding.
+        DigestMismatchError: files of a batch are not the signed ones; every one of that batch is a finding.
+        StagingError: a file does not fit the budget, or could not be read; or what was made from batches before
+            leaves no room for the next.
+        ConfigError: `threads` is less than 1, or `wanted` names what the manifest does not list.
+    """
+    threads = _threads(threads)
+    files = _wanted_files(trusted.manifest, wanted, absent)
+    named = frozenset(wanted or ())
+    with Root(directory) as root:
+        _require_file_set(
+            root, trusted.manifest, ignore, lambda path: bool(absent and absent(path)) and path not in named
+        )
+        limit, name = _memory(memory_budget)
+        # Indexes are kept until the end, beside what is staged.
+        limit = max(0, limit - sum(file.nbytes for file in files if file.entry.format == "index"))
+        # Two batches shall fit, so that one is read while the other is used.
+        room = max(1, min(BATCH_BYTES, limit // 2) // mmap.PAGESIZE) * mmap.PAGESIZE
+        plans = _plan([file for file in files if not file.entry.tensors], room=room, alone=room)
+        rest = sorted((file for file in files if file.entry.tensors), key=lambda file: -file.nbytes)
+        plans += _plan(rest, room=room, alone=room)
+        for plan in plans:
+            if plan.cost > limit:
+                _refuse_file(plan, limit, name)
+        # All alike, so that each can take the place of another; but no larger than what there is.
+        arena_bytes = room if len(plans) > 1 else 0
+        with _Reader(
+            root,
+            trusted,
+            [[plan] for plan in plans],
+            limit=limit,
+            arena_bytes=arena_bytes,
+            threads=threads,
+            progress=progress,
+        ) as reader:
+            try:
+                yield reader.batches()
+            finally:
+                reader.end_batch()
+
+
+def _threads(threads: int | None) -> int:
     if threads is None:
-        threads = n_processors()
+        return n_processors()
     if threads < 1:
         raise ConfigError(f"expected at least 1 thread to stage with, found {threads}")
-    with Root(directory) as root:
-        findings = check_file_set(root, trusted.manifest, ignore=ignore)
-        if findings:
-            raise FileSetError(*findings)
-        plans = _plan(trusted.manifest.files)
-        _require_memory(sum(plan.nbytes for plan in plans), memory_budget)
-        arenas: list[_Arena] = []
-        try:
-            _allocate(plans, arenas)
-            _fill_all(root, arenas, threads, progress)
-        except BaseException:
-            for arena in arenas:
-                arena.close()
-            raise
-    staged = {file.entry.path: file for arena in arenas for file in arena.staged()}
-    return StagedCheckpoint(trusted, MappingProxyType({e.path: staged[e.path] for e in trusted.manifest.files}))
+    return threads
+
+
+def _require_file_set(
+    root: Root, manifest: Manifest, ignore: Mapping[str, bytes], absent: Callable[[str], bool] | None = None
+) -> None:
+    findings = check_file_set(root, manifest, ignore=ignore, absent=absent)
+    if findings:
+        raise FileSetError(*findings)
+
+
+def _wanted_files(
+    manifest: Manifest,
+    wanted: Mapping[str, tuple[range, ...] | None] | None = None,
+    absent: Callable[[str], bool] | None = None,
+) -> list[_Wanted]:
+    algorithm = partial(_algorithm, blake3=has_blake3())
+    if wanted is None:
+        here = (entry for entry in manifest.files if absent is None or not absent(entry.path))
+        return [_Wanted(entry, algorithm(entry)) for entry in here]
+    listed = manifest.by_path
+    if unlisted := [path for path in wanted if path not in listed]:
+        raise ConfigError(f"expected files that the manifest lists, found {escape(unlisted[0])}")
+    entries = ((listed[path], ranges) for path, ranges in wanted.items())
+    return [_Wanted(entry, algorithm(entry), _needed(entry, ranges)) for entry, ranges in entries]
+
+
+def _needed(entry: FileEntry, ranges: tuple[range, ...] | None) -> tuple[range, ...] | None:
+    """Widen ranges to chunks, with those that a scan of the file cannot do without; None for the whole file."""
+    if ranges is None or entry.chunks is None:
+        return None
+    for part in ranges:
+        if part.step != 1 or part.start < 0 or part.stop > entry.size:
+            raise ConfigError(f"expected ranges of the {entry.size} bytes of {escape(entry.path)}, found {part}")
+    chunks = {index for part in (*ranges, *_scanned(entry)) for index in _chunks_of(part)}
+    if len(chunks) == -(-entry.size // CHUNK_BYTES):
+        return None
+    joined: list[range] = []
+    for index in sorted(chunks):
+        start, stop = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, entry.size)
+        if joined and joined[-1].stop == start:
+            joined[-1] = range(joined[-1].start, stop)
+        else:
+            joined.append(range(start, stop))
+    return tuple(joined)
+
+
+def _scanned(entry: FileEntry) -> Iterator[range]:
+    """Yield what a scan reads: both ends, by which it knows formats, and what is outside of the listed payloads.
+
+    What is written inline is outside of them; and parsers read by the window, so beyond the byte that they need.
+    """
+    yield from (range(1), range(entry.size - 1, entry.size))
+    position = 0
+    for tensor in sorted((t for t in entry.tensors if not t.inline), key=lambda tensor: tensor.offset):
+        if tensor.offset > position:
+            yield range(position, min(tensor.offset + WINDOW_BYTES, entry.size))
+        position = max(position, tensor.offset + tensor.nbytes)
+    if position < entry.size:
+        yield range(position, entry.size)
+
+
+def _chunks_of(part: range) -> range:
+    """Return the indices of the chunks that a range of a file's bytes touches."""
+    return range(part.start // CHUNK_BYTES, -(-part.stop // CHUNK_BYTES)) if part else range(0)
 
 
 def check_file_set(
-    root: Root, manifest: Manifest, *, ignore: Mapping[str, bytes] = MappingProxyType({})
+    root: Root,
+    manifest: Manifest,
+    *,
+    ignore: Mapping[str, bytes] = _NOTHING,
+    absent: Callable[[str], bool] | None = None,
 ) -> list[Finding]:
     """Compare what lies below `root` with what the manifest lists, by path, kind and length; empty where they agree.
 
@@ -324,6 +645,7 @@ def check_file_set(
         root: The open directory.
         manifest: What shall be in it.
         ignore: Files that may be there without being listed, with exactly these bytes.
+        absent: Whether a listed file, by path, may be missing.
 
     Returns:
         The findings sorted by path: those of the walk, and codes "missing-file", "unlisted-file", "empty-file",
@@ -342,7 +664,7 @@ def check_file_set(
             findings.extend(_differences(entry, walked))
         elif walked.path not in ignore or not root.holds(walked.path, ignore[walked.path]):
             unlisted.append(walked)
-    missing = [entry for path, entry in listed.items() if path not in present]
+    missing = [entry for path, entry in listed.items() if path not in present and not (absent and absent(path))]
     # Nobody knows what is below a directory that could not be entered.
     closed = {finding.file for finding in findings if finding.code in {"unreadable", "too-deep", "too-many-files"}}
     shards = _count_shards(manifest) if missing else {}
@@ -419,129 +741,59 @@ def _renamed(missing: Iterable[FileEntry], unlisted: Iterable[WalkedFile]) -> di
     return found
 
 
-def available_memory() -> int:
-    """Return how many bytes this process can still take: the machine's or its cgroup's, whichever is less.
-
-    Memory that caches files counts as available, as the kernel takes it back. The machine's number is MemAvailable
-    of `/proc/meminfo`; a cgroup's (v2, or the memory controller of v1) is its limit less its use, for the process's
-    own group and every one above it.
-
-    Raises:
-        StagingError: the kernel does not say.
-    """
-    machine = _table(_PROC / "meminfo").get("MemAvailable:")
-    if machine is None:
-        message = "cannot tell how much memory is available"
-        raise StagingError(message, hint="say how much to use with --memory-budget")
-    return min([machine * 1024, *_cgroup_room()])
-
-
-def _cgroup_room() -> Iterator[int]:
-    for line in _read_text(_PROC / "self" / "cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            top, limit, use, prefix = _CGROUPS, "memory.max", "memory.current", ""
-        elif "memory" in controllers.split(","):
-            top, limit, use, prefix = _CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-        else:
-            continue
-        # In a container the path may be one of the host's, which is not mounted: the top then is our own group.
-        own = PurePosixPath(path.lstrip("/"))
-        for group in (own, *own.parents):
-            most, used = _read_text(top / group / limit).strip(), _read_text(top / group / use).strip()
-            if most.isdecimal() and used.isdecimal():
-                kinds = _table(top / group / "memory.stat")
-                cached = sum(kinds.get(f"{prefix}{kind}", 0) for kind in ("active_file", "inactive_file"))
-                yield max(0, int(most) - int(used) + cached)
-
-
-def _table(path: Path) -> dict[str, int]:
-    """Read a kernel's table of lines that begin with a name and a number."""
-    rows = (line.split() for line in _read_text(path).splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
 def _size_mismatch(entry: FileEntry, found: str) -> Finding:
     message = f"expected the signed {entry.size} bytes, found {found}"
     return Finding("size-mismatch", message, file=entry.path, hint="fetch the file again from its publisher")
 
 
-def _plan(entries: Iterable[FileEntry]) -> list[_Plan]:
-    """Decide where each file goes: a large one into an arena of its own, small ones together, in their order."""
+def _plan(files: Iterable[_Wanted], *, room: int, alone: int) -> list[_Plan]:
+    """Decide where each file goes, in their order.
+
+    Args:
+        files: The files.
+        room: Most bytes of an arena that several share.
+        alone: Longest file that shares one; so does none that is read in part.
+    """
     plans: list[_Plan] = []
-    slab: list[tuple[FileEntry, int]] = []
+    slab: list[tuple[_Wanted, int]] = []
     filled = 0
-    for entry in entries:
+    for file in files:
+        entry = file.entry
         # The offset is a hint that the scan checks again: a wrong one costs a copy later on, nothing else.
         payload = entry.tensors[0].offset if entry.tensors else 0
-        if entry.size > SMALL_FILE_BYTES:
+        if entry.size > alone or file.present is not None:
             start = -payload % ALIGNMENT_BYTES
-            plans.append(_plan_of([(entry, start)], start + entry.size))
+            parts = file.present and tuple(range(start + part.start, start + part.stop) for part in file.present)
+            plans.append(_plan_of([(file, start)], start + entry.size, parts))
             continue
         start = filled + -(filled + payload) % ALIGNMENT_BYTES
-        if slab and start + entry.size > SLAB_BYTES:
+        if slab and start + entry.size > room:
             plans.append(_plan_of(slab, filled))
             slab, start = [], -payload % ALIGNMENT_BYTES
-        slab.append((entry, start))
+        slab.append((file, start))
         filled = start + entry.size
     if slab:
         plans.append(_plan_of(slab, filled))
     return plans
 
 
-def _plan_of(slots: Sequence[tuple[FileEntry, int]], nbytes: int) -> _Plan:
-    pages = max(1, -(-nbytes // mmap.PAGESIZE))
-    return _Plan(pages * mmap.PAGESIZE, tuple(slots))
+def _plan_of(slots: Sequence[tuple[_Wanted, int]], nbytes: int, parts: tuple[range, ...] | None = None) -> _Plan:
+    return _Plan(page_bytes([range(max(1, nbytes))]), tuple(slots), parts)
+
+
+def _memory(budget: int | None) -> tuple[int, str]:
+    """Return how many bytes may be taken, and what that limit is called."""
+    return (available_memory(), "available memory") if budget is None else (budget, "the memory budget")
 
 
 def _require_memory(needed: int, budget: int | None) -> None:
-    limit, name = (available_memory(), "available memory") if budget is None else (budget, "the memory budget")
+    limit, name = _memory(budget)
     if needed > limit:
         message = f"staging takes {needed} bytes, {name} is {limit} bytes"
         raise StagingError(message, hint="free memory, or name the bytes to use with --memory-budget")
 
 
-def _allocate(plans: Iterable[_Plan], arenas: list[_Arena]) -> None:
-    for plan in plans:
-        try:
-            arenas.append(_Arena(plan))
-        except OSError as err:
-            message = f"cannot take {plan.nbytes} bytes of memory: {err.strerror}"
-            raise StagingError(message, hint="free memory, or raise the process's limit (ulimit -v)") from err
-
-
-def _fill_all(root: Root, arenas: Sequence[_Arena], threads: int, progress: Progress | None) -> None:
-    """Fill and freeze the arenas; raise what was found once every file was looked at."""
-    splits: list[_Split] = []
-    items: list[_Work] = []
-    for arena in arenas:
-        if arena.plan.slots[0][0].chunks is not None:
-            splits.append(_Split(root, arena))
-            items.extend(splits[-1].work())
-        else:
-            nbytes = sum(entry.size for entry, _ in arena.plan.slots)
-            items.append(_Work(nbytes, partial(_fill, root, arena)))
-    try:
-        results = run(
-            items,
-            lambda item, meter: item.do(meter),
-            size=lambda item: item.nbytes,
-            threads=threads,
-            phase="staging",
-            progress=progress,
-        )
-    finally:
-        for split in splits:
-            split.close()
-    findings = sorted((f for result in results for f in result), key=lambda finding: finding.file or "")
-    if any(finding.code != "digest-mismatch" for finding in findings):
-        raise FileSetError(*findings)
-    if findings:
-        raise DigestMismatchError(*findings)
+def _refuse_file(plan: _Plan, limit: int, name: str) -> NoReturn:
+    file, _ = max(plan.slots, key=lambda slot: slot[0].nbytes)
+    message = f"staging {escape(file.entry.path)} takes {plan.cost} bytes, {name} is {limit} bytes"
+    raise StagingError(message, hint=f"free memory, or raise --memory-budget to {plan.cost} bytes at least")

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 import safeload.manifest
-from safeload import files, parallel, staging
+from safeload import files, memory, parallel, staging
 from safeload.digests import HASH_CHUNK_BYTES
 from safeload.errors import ConfigError, DigestMismatchError, FileSetError, Finding, StagingError
 from safeload.files import Root
@@ -68,6 +68,12 @@ def lay_out(directory: Path, contents: Mapping[str, bytes]) -> None:
         target.write_bytes(data)
 
 
+def whole_plan(manifest: Manifest) -> list[staging._Plan]:
+    """How `stage` lays a checkpoint out."""
+    files = staging._wanted_files(manifest)
+    return staging._plan(files, room=staging.SLAB_BYTES, alone=staging.SMALL_FILE_BYTES)
+
+
 @pytest.fixture
 def mappings(monkeypatch: pytest.MonkeyPatch) -> list[mmap.mmap]:
     """Every memory mapping that staging makes, so that a test sees whether it was given back."""
@@ -81,7 +87,7 @@ def mappings(monkeypatch: pytest.MonkeyPatch) -> list[mmap.mmap]:
         def __getattr__(self, name: str) -> object:
             return recorded if name == "mmap" else getattr(mmap, name)
 
-    monkeypatch.setattr(staging, "mmap", Recording())
+    monkeypatch.setattr(memory, "mmap", Recording())
     return made
 
 
@@ -130,10 +136,10 @@ def test_many_small_files_over_several_slabs_come_out_right(
 
 def test_small_files_share_slabs_of_bounded_size_and_large_ones_stand_alone() -> None:
     contents = {f"{i:02d}": bytes(MIB) for i in range(70)} | {"large": bytes(MIB + 1)}
-    plans = staging._plan(manifest_of(contents).files)
-    assert [len(plan.slots) for plan in plans if plan.slots[0][0].path != "large"] == [32, 32, 6]
+    plans = whole_plan(manifest_of(contents))
+    assert [len(plan.slots) for plan in plans if plan.slots[0][0].entry.path != "large"] == [32, 32, 6]
     assert all(plan.nbytes <= staging.SLAB_BYTES for plan in plans)
-    assert [len(plan.slots) for plan in plans if plan.slots[0][0].path == "large"] == [1]
+    assert [len(plan.slots) for plan in plans if plan.slots[0][0].entry.path == "large"] == [1]
 
 
 def test_each_first_payload_is_aligned_to_64_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +391,7 @@ def test_the_budget_is_checked_before_a_byte_is_read_or_taken(
     monkeypatch.setattr(staging, "available_memory", lambda: 4 * MIB)
     monkeypatch.setattr(Root, "open", lambda *_: pytest.fail("a file was opened"))
     manifest = manifest_of(CONTENTS)
-    needed = sum(plan.nbytes for plan in staging._plan(manifest.files))
+    needed = sum(plan.nbytes for plan in whole_plan(manifest))
     with pytest.raises(StagingError) as caught:
         stage(tmp_path, trust(manifest), memory_budget=budget)
     assert str(needed) in caught.value.message
@@ -397,25 +403,29 @@ def test_the_budget_is_checked_before_a_byte_is_read_or_taken(
 def test_a_budget_of_exactly_what_is_needed_is_enough(tmp_path: Path) -> None:
     lay_out(tmp_path, CONTENTS)
     manifest = manifest_of(CONTENTS)
-    needed = sum(plan.nbytes for plan in staging._plan(manifest.files))
+    needed = sum(plan.nbytes for plan in whole_plan(manifest))
     assert stage(tmp_path, trust(manifest), memory_budget=needed).files
     with pytest.raises(StagingError):
         stage(tmp_path, trust(manifest), memory_budget=needed - 1)
 
 
-def test_memory_that_the_system_does_not_give_is_operational(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mappings: list[mmap.mmap]
-) -> None:
+def test_memory_that_the_system_does_not_give_is_operational(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out(tmp_path, CONTENTS)
-    real, left = staging._Arena.__init__, [1]
+    mappings: list[mmap.mmap] = []
+    left = [1]
 
-    def failing(arena: staging._Arena, plan: staging._Plan) -> None:
+    def failing(*args: int, **kwargs: int) -> mmap.mmap:
         if not left:
             raise OSError(12, "Cannot allocate memory")
         left.pop()
-        real(arena, plan)
+        mappings.append(mmap.mmap(*args, **kwargs))
+        return mappings[-1]
 
-    monkeypatch.setattr(staging._Arena, "__init__", failing)
+    class Failing:
+        def __getattr__(self, name: str) -> object:
+            return failing if name == "mmap" else getattr(mmap, name)
+
+    monkeypatch.setattr(memory, "mmap", Failing())
     with pytest.raises(StagingError, match="Cannot allocate memory"):
         stage(tmp_path, trust(manifest_of(CONTENTS)))
     assert [mapping.closed for mapping in mappings] == [True]
@@ -430,7 +440,7 @@ def test_pages_that_cannot_be_frozen_are_operational_and_given_back(
             ctypes.set_errno(13)
             return -1
 
-    monkeypatch.setattr(staging, "_LIBC", Refusing)
+    monkeypatch.setattr(memory, "_LIBC", Refusing)
     lay_out(tmp_path, CONTENTS)
     with pytest.raises(StagingError, match="Permission denied") as caught:
         stage(tmp_path, trust(manifest_of(CONTENTS)))
@@ -481,7 +491,7 @@ def test_the_first_read_error_stops_the_others_and_gives_all_memory_back(
         stage(tmp_path, trust(manifest_of(contents)), threads=2)
     assert read == [slow]
     assert [mapping.closed for mapping in mappings] == [True] * 3
-    assert not [t for t in threading.enumerate() if t.name.startswith("safeload-stage")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("safeload")]
 
 
 def test_an_interruption_ends_the_threads_promptly_and_gives_all_memory_back(
@@ -505,7 +515,7 @@ def test_an_interruption_ends_the_threads_promptly_and_gives_all_memory_back(
         stage(tmp_path, trust(manifest_of(contents)), progress=interrupt, threads=2)
     assert len(pieces) <= 4
     assert [mapping.closed for mapping in mappings] == [True] * 2
-    assert not [t for t in threading.enumerate() if t.name.startswith("safeload-stage")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("safeload")]
 
 
 def test_progress_counts_up_to_the_total_from_the_calling_thread(tmp_path: Path) -> None:
@@ -699,22 +709,22 @@ def test_a_file_in_chunks_that_cannot_be_read_leaves_nothing_open(
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_file_in_chunks_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen: list[list[str]] = []
-    real = staging._Arena.freeze
+    frozen: list[memory.Arena] = []
+    real = memory.Arena.freeze
 
-    def freeze(arena: staging._Arena) -> None:
-        frozen.append([slot.path for slot, _ in arena.plan.slots])
+    def freeze(arena: memory.Arena) -> None:
+        frozen.append(arena)
         real(arena)
 
-    monkeypatch.setattr(staging._Arena, "freeze", freeze)
+    monkeypatch.setattr(memory.Arena, "freeze", freeze)
     lay_out(tmp_path, LARGE)
     stage(tmp_path, trust(chunked_manifest(LARGE)), threads=2)
-    assert sorted(frozen) == [["a"], ["b"], ["c"], ["small"]]
+    assert len(set(map(id, frozen))) == len(frozen) == 4
     flip(tmp_path / "b", 0)
     frozen.clear()
     with pytest.raises(DigestMismatchError):
         stage(tmp_path, trust(chunked_manifest(LARGE)), threads=2)
-    assert sorted(frozen) == [["a"], ["c"], ["small"]]
+    assert frozen == []  # nothing of it is handed out
 
 
 # --- the file set -------------------------------------------------------------------------------------------------
@@ -808,74 +818,3 @@ def test_what_is_behind_a_directory_that_cannot_be_entered_is_not_said_to_be_gon
     found = file_set(tmp_path, CONTENTS)
     assert ("ckpt-0", "unreadable") in found
     assert "no way to its directory" in found["ckpt-0/big", "missing-file"].message
-
-
-# --- how much memory there is -------------------------------------------------------------------------------------
-
-
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: Mapping[str, str]) -> None:
-    for path, text in {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable:    1000 kB\n", **tree}.items():
-        target = tmp_path / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-    monkeypatch.setattr(staging, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(staging, "_CGROUPS", tmp_path / "cgroup")
-
-
-def test_available_memory_of_this_machine_is_a_plausible_number() -> None:
-    assert 2**20 < staging.available_memory() < 2**50
-
-
-@pytest.mark.parametrize("limit", ["max", str(2**62)])
-def test_without_a_cgroups_limit_the_machines_memory_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    group = {"cgroup/a/memory.max": limit, "cgroup/a/memory.current": "1000"}
-    system(tmp_path, monkeypatch, {"proc/self/cgroup": "0::/a\n", **group})
-    assert staging.available_memory() == 1000 * 1024
-
-
-def test_a_limit_of_cgroup_v2_counts_less_what_is_used_and_not_only_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = {
-        "memory.max": "500000\n",
-        "memory.current": "300000\n",
-        "memory.stat": "anon 100000\nactive_file 20000\ninactive_file 30000\n",
-    }
-    tree = {f"cgroup/a/b/{name}": text for name, text in group.items()}
-    system(tmp_path, monkeypatch, {"proc/self/cgroup": "0::/a/b\n", **tree})
-    assert staging.available_memory() == 500_000 - 300_000 + 50_000
-
-
-def test_a_limit_of_a_cgroup_above_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = {
-        "proc/self/cgroup": "0::/a/b\n",
-        "cgroup/a/b/memory.max": "max",
-        "cgroup/a/b/memory.current": "1",
-        "cgroup/a/memory.max": "90000",
-        "cgroup/a/memory.current": "100000",
-    }
-    system(tmp_path, monkeypatch, tree)
-    assert staging.available_memory() == 0
-
-
-@pytest.mark.parametrize("path", ["/", "/of/the/host"])
-def test_a_limit_of_cgroup_v1_counts_in_a_container_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    tree = {
-        "proc/self/cgroup": f"9:name=systemd:/\n4:cpu,memory:{path}\n0::/\n",
-        "cgroup/memory/memory.limit_in_bytes": "600000",
-        "cgroup/memory/memory.usage_in_bytes": "500000",
-        "cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 7000\ntotal_active_file 1000\n",
-    }
-    system(tmp_path, monkeypatch, tree)
-    assert staging.available_memory() == 108_000
-
-
-def test_a_system_that_does_not_say_is_operational(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    system(tmp_path, monkeypatch, {"proc/meminfo": "MemTotal: 99 kB\n"})
-    with pytest.raises(StagingError) as caught:
-        staging.available_memory()
-    assert "--memory-budget" in str(caught.value.hint)
