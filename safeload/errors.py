@@ -16,7 +16,9 @@ SafeloadError
 └── OperationalError           no verdict was reached; still untrusted            exit 2
     ├── ConfigError            a policy, key or argument is wrong
     ├── StagingError           no room, or the source could not be read
-    └── ShardingError          the arrays do not fit the mesh that was asked for
+    ├── FetchError             a mirror cannot be reached, or does not do what HTTP says
+    ├── ShardingError          the arrays do not fit the mesh that was asked for
+    └── HostError              another process of the job did not answer, or has no verdict
 
 The two branches are the two exit codes. Malformed input is a rejection, not a failure: it is under the
 control of whoever made the file, and "try again" would be the wrong advice.
@@ -147,8 +149,39 @@ class StagingError(OperationalError):
     """There is no room to stage, or the source could not be read."""
 
 
+class FetchError(OperationalError):
+    """A mirror cannot be reached or misbehaves, or no mirror has what was asked for.
+
+    Attributes:
+        mirror: The mirror's URL without credentials and query, or None where no single one is to blame.
+        status: The HTTP status that it answered with, or None.
+        retry_after: Seconds that it asked to be left alone for, or None.
+        lasting: Whether asking the same again is pointless: it has no such file, or refuses us.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        mirror: str | None = None,
+        status: int | None = None,
+        retry_after: float | None = None,
+        lasting: bool = False,
+        hint: str | None = None,
+    ) -> None:
+        self.mirror = mirror
+        self.status = status
+        self.retry_after = retry_after
+        self.lasting = lasting
+        super().__init__(message, hint=hint)
+
+
 class ShardingError(OperationalError):
     """The arrays do not fit the mesh or the structure that was asked for."""
+
+
+class HostError(OperationalError):
+    """Another process of the same job did not answer in time, has no verdict itself, or loads something else."""
 
 
 def escape(untrusted: str, *, limit: int = 200) -> str:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Unpack
 
+from safeload.agreeing import HOST_TIMEOUT_SECONDS, Agreement, together
 from safeload.decoding import arrays, decode
 from safeload.errors import (
     ConfigError,
@@ -29,11 +33,14 @@ from safeload.errors import (
 )
 from safeload.expecting import Expectations, Expected, evidence, hinted, mixture_hint, require_trust_outside, run_facts
 from safeload.manifest import TrustedManifest
+from safeload.memory import track
+from safeload.placing import Casts, Join
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import Progress, Report
 from safeload.scanning import admit, policy_facts, require_policy_outside, verify_files
 from safeload.sizes import parse_size
 from safeload.staging import stage
+from safeload.tally import LoadReport, Tally
 from safeload.trust.dsse import MAX_ENVELOPE_BYTES
 from safeload.trust.oms import is_bundle
 from safeload.trust.store import Trust
@@ -48,6 +55,9 @@ def load(
     policy: str | Path | Policy = DEFAULT_POLICY,
     shardings: Any = None,
     memory_budget: int | str | None = None,
+    cast: Mapping[str, str] | None = None,
+    joins: Sequence[Join] = (),
+    host_timeout: float = HOST_TIMEOUT_SECONDS,
     progress: Progress | None = None,
     **expected: Unpack[Expectations],
 ) -> Mapping[str, Any]:
@@ -55,20 +65,30 @@ def load(
 
     A signature does not say that a manifest is the newest: pin it, or keep a history, or an old one is accepted too.
 
+    With shardings, each process of a JAX job reads only what its own devices hold, by the signed digests of chunks,
+    and all of them accept or none does. Nothing is returned before every byte that is wanted was verified and scanned.
+
     Args:
         directory: Where the files are. Untrusted; it may change while it is read.
         manifest: The signed manifest: a path, or the bytes of the envelope.
         trust: Who may sign: a trust store, one or more public keys, or paths of either.
         policy: What may be in the files: a shipped policy's name, a path to your own, or a `Policy`.
         shardings: None for numpy arrays. Otherwise where each tensor goes, and the result holds jax Arrays: a pytree
-            of `jax.sharding.Sharding` that is a prefix of the result, or a function of a tensor's path and shape.
-        memory_budget: Most bytes to stage in ("8GiB", or a number); None for what the machine has available.
+            of `jax.sharding.Sharding` that is a prefix of the result, or a function of a tensor's path and shape, such
+            as `safeload.assembling.partition_rules` makes.
+        memory_budget: Most bytes to stage in ("8GiB", or a number), copies on the host included; None for what the
+            machine has available. With shardings, a checkpoint of any size goes through it, as long as a shard of a
+            tensor fits. The arrays themselves count only where they are numpy's.
+        cast: Floating-point dtypes by regular expressions on a tensor's path, the first that is found in it; nothing
+            else is cast.
+        joins: Which files are blocks of one tensor, that several hosts wrote; see `safeload.placing.join_blocks`.
+        host_timeout: Seconds to wait for another process of the job once this one is done.
         progress: Told how far it has come.
         **expected: What to hold the manifest against: a pin, a history, a revision; see `Expectations`.
 
     Returns:
-        What each file of tensors holds, by its path in the manifest. Containers are as in the file, tensors are
-        read-only arrays that share the staged memory, records are frozen classes with the declared fields.
+        What each file of tensors holds, by its path in the manifest, or by a join's. Containers are as in the file,
+        tensors are read-only arrays that share the staged memory, records are frozen classes with the declared fields.
 
     Raises:
         SignatureError: Not enough trusted keys signed this manifest.
@@ -84,25 +104,211 @@ def load(
         ConfigError: An argument is wrong, or the history cannot be used.
         StagingError: There is no room, or a file cannot be read.
         ShardingError: A tensor does not fit its sharding.
+        HostError: Another process of the job did not answer, or has no verdict. What it refused is raised here too.
     """
-    _, tree = load_host(
+    return _load(
         directory,
+        Tally(),
         manifest=manifest,
         trust=trust,
         policy=policy,
+        shardings=shardings,
         memory_budget=memory_budget,
+        cast=cast,
+        joins=joins,
+        host_timeout=host_timeout,
         progress=progress,
-        **expected,
+        expected=expected,
     )
+
+
+def load_and_report(
+    directory: str | Path,
+    *,
+    manifest: str | Path | bytes,
+    trust: Trust,
+    policy: str | Path | Policy = DEFAULT_POLICY,
+    shardings: Any = None,
+    memory_budget: int | str | None = None,
+    cast: Mapping[str, str] | None = None,
+    joins: Sequence[Join] = (),
+    host_timeout: float = HOST_TIMEOUT_SECONDS,
+    progress: Progress | None = None,
+    **expected: Unpack[Expectations],
+) -> tuple[Mapping[str, Any], LoadReport]:
+    """Return what `load` returns, with the same arguments and errors, and what it took."""
+    tally = Tally()
+    started = perf_counter()
+    with track() as memory:
+        tree = _load(
+            directory,
+            tally,
+            manifest=manifest,
+            trust=trust,
+            policy=policy,
+            shardings=shardings,
+            memory_budget=memory_budget,
+            cast=cast,
+            joins=joins,
+            host_timeout=host_timeout,
+            progress=progress,
+            expected=expected,
+        )
+        tally.spend("total", started)
+    return tree, tally.report(memory)
+
+
+def _load(
+    directory: str | Path,
+    tally: Tally,
+    *,
+    manifest: str | Path | bytes,
+    trust: Trust,
+    policy: str | Path | Policy,
+    shardings: Any,
+    memory_budget: int | str | None,
+    cast: Mapping[str, str] | None,
+    joins: Sequence[Join],
+    host_timeout: float,
+    progress: Progress | None,
+    expected: Expectations,
+) -> Mapping[str, Any]:
+    started = perf_counter()
+    casts = None if cast is None else Casts(cast)
     if shardings is None:
-        return {path: arrays(value) for path, value in tree.items()}
-    # The only late import: jax takes half a second to import and claims devices, which verifying must not.
+        if joins:
+            raise ConfigError("joins need shardings: one process has no use for the blocks of several as numpy arrays")
+        held = hold(directory, manifest=manifest, trust=trust, **expected)
+        tally.spend("manifest", started)
+        tree = _stage_and_decode(
+            directory, held, policy=policy, memory_budget=memory_budget, progress=progress, tally=tally
+        )
+        return {path: arrays(value, casts) for path, value in tree.items()}
+    _require_jax()
+    placed: Mapping[str, Any] = {}
     try:
-        from safeload.assembling import assemble
-    except ImportError as err:
-        raise ConfigError("JAX is not installed, and shardings need it", hint="install safeload's extra `jax`") from err
-    assembled: Mapping[str, Any] = assemble(tree, shardings)
-    return assembled
+        # All processes of the job accept or refuse together, from here on: the manifest as well, which each has read.
+        with together(seconds=host_timeout) as agreement:
+            held = hold(directory, manifest=manifest, trust=trust, **expected)
+            tally.spend("manifest", started)
+            placed = _place(
+                directory,
+                held,
+                agreement,
+                tally,
+                policy=policy,
+                memory_budget=memory_budget,
+                place=shardings,
+                joins=joins,
+                casts=casts,
+                progress=progress,
+            )
+            started = perf_counter()
+        tally.spend("agree", started)
+        held.expectation.record(held.trusted)
+    except BaseException:
+        placed = {}  # a traceback keeps what its frames can see, and nothing of what was refused is to be had there
+        raise
+    return placed
+
+
+def load_placed(
+    directory: str | Path,
+    held: Held,
+    *,
+    policy: str | Path | Policy,
+    memory_budget: int | str | None,
+    place: Any,
+    joins: Sequence[Join] = (),
+    cast: Mapping[str, str] | None = None,
+    host_timeout: float = HOST_TIMEOUT_SECONDS,
+    progress: Progress | None = None,
+) -> Mapping[str, Any]:
+    """Return what a held manifest lists, as global `jax.Array`s, read and placed file by file; a half of `load`.
+
+    A caller that does more than this together with the other processes of the job, such as holding the manifest, does
+    all of it within `safeload.agreeing.together`.
+
+    Args:
+        directory: Where the files are.
+        held: The manifest, see `hold`.
+        policy: As for `load`.
+        memory_budget: As for `load`.
+        place: As `shardings` for `load`; None is JAX's default device for all.
+        joins: As for `load`.
+        cast: As for `load`.
+        host_timeout: As for `load`.
+        progress: As for `load`.
+
+    Raises:
+        RejectedError: As `load`.
+        ConfigError: An argument is wrong, or JAX is not installed.
+        StagingError: As `load`.
+        ShardingError: As `load`.
+        HostError: As `load`.
+    """
+    _require_jax()
+    casts = None if cast is None else Casts(cast)
+    placed: Mapping[str, Any] = {}
+    try:
+        with together(seconds=host_timeout) as agreement:
+            placed = _place(
+                directory,
+                held,
+                agreement,
+                Tally(),
+                policy=policy,
+                memory_budget=memory_budget,
+                place=place,
+                joins=joins,
+                casts=casts,
+                progress=progress,
+            )
+        held.expectation.record(held.trusted)
+    except BaseException:
+        placed = {}  # as in `_load`
+        raise
+    return placed
+
+
+def _place(
+    directory: str | Path,
+    held: Held,
+    agreement: Agreement,
+    tally: Tally,
+    *,
+    policy: str | Path | Policy,
+    memory_budget: int | str | None,
+    place: Any,
+    joins: Sequence[Join],
+    casts: Casts | None,
+    progress: Progress | None,
+) -> Mapping[str, Any]:
+    # Late: jax takes half a second to import and claims devices, which verifying must not.
+    from safeload.distributing import distribute
+
+    require_policy_outside(policy, directory)
+    tally.expect(held.trusted)
+    with _naming_mixtures(held.trusted):
+        placed: Mapping[str, Any] = distribute(
+            directory,
+            held.trusted,
+            policy=load_policy(policy),
+            memory_budget=_bytes(memory_budget),
+            place=place,
+            joins=joins,
+            casts=casts or Casts({}),
+            agreement=agreement,
+            tally=tally,
+            progress=progress,
+            ignore=manifest_in(directory, held.manifest, held.envelope),
+        )
+    return placed
+
+
+def _require_jax() -> None:
+    if find_spec("jax") is None:
+        raise ConfigError("JAX is not installed, and shardings need it", hint="install safeload's extra `jax`")
 
 
 def load_host(
@@ -164,18 +370,54 @@ def load_held(
     progress: Progress | None = None,
 ) -> Mapping[str, Any]:
     """Stage, admit and decode what a manifest lists; the second half of `load_host`."""
+    return _stage_and_decode(
+        directory, held, policy=policy, memory_budget=memory_budget, progress=progress, tally=Tally()
+    )
+
+
+def _stage_and_decode(
+    directory: str | Path,
+    held: Held,
+    *,
+    policy: str | Path | Policy,
+    memory_budget: int | str | None,
+    progress: Progress | None,
+    tally: Tally,
+) -> Mapping[str, Any]:
     require_policy_outside(policy, directory)
     rules = load_policy(policy)
-    budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
     trusted = held.trusted
-    itself = manifest_in(directory, held.manifest, held.envelope)
-    try:
-        staged = stage(directory, trusted, memory_budget=budget, progress=progress, ignore=itself)
-    except (DigestMismatchError, FileSetError) as err:
-        raise type(err)(*hinted(err.findings, mixture_hint(err.findings, trusted))) from err
-    tree = decode(admit(staged, policy=rules))
+    tally.expect(trusted)
+    started = perf_counter()
+    with _naming_mixtures(trusted):
+        staged = stage(
+            directory,
+            trusted,
+            memory_budget=_bytes(memory_budget),
+            progress=progress,
+            ignore=manifest_in(directory, held.manifest, held.envelope),
+        )
+    tally.count(staged)
+    started = tally.spend("stage", started)
+    admitted = admit(staged, policy=rules)
+    started = tally.spend("scan", started)
+    tree = decode(admitted)
+    tally.spend("assemble", started)
     held.expectation.record(trusted)
     return tree
+
+
+def _bytes(memory_budget: int | str | None) -> int | None:
+    return parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+
+
+@contextmanager
+def _naming_mixtures(trusted: TrustedManifest) -> Iterator[None]:
+    """Add to what is wrong with several files that they may be of another revision."""
+    try:
+        yield
+    except (DigestMismatchError, FileSetError) as err:
+        raise type(err)(*hinted(err.findings, mixture_hint(err.findings, trusted))) from err
 
 
 def verify(

@@ -578,7 +578,7 @@ SIGNED_BUT_BAD: dict[str, tuple[str, bytes, type[RejectedError], str]] = {
     "no pickle": (PLAIN, b"\x80\x04\xff.", FormatError, "unknown-opcode"),
     "cut short": (PLAIN, pickled(np.ones(3))[:-1], FormatError, "truncated"),
     "hostile": (PLAIN, pickled(Exploit()), PolicyError, "global-not-allowed"),
-    "an archive": (PLAIN, b"PK\x03\x04" + bytes(60), PolicyError, "format-not-supported"),
+    "an archive": (PLAIN, b"\x1f\x8b\x08" + bytes(60), PolicyError, "format-not-supported"),
     "no JSON": (CONFIG, b"{", FormatError, "name-contradicts-content"),
 }
 
