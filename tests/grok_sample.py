@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from safeload.formats.pickles.writing import write_shard
-from safeload.grok1 import GrokConfig, Shard, shard_table
+from safeload.grok1 import GrokConfig, Partition, Shard, shard_file, shard_table
 from safeload.records import QuantizedWeight8bit, Record
 
 TINY = GrokConfig(vocab_size=64, emb_size=64, key_size=4, num_q_heads=16, num_kv_heads=8, num_layers=1)
@@ -43,3 +43,24 @@ def write_checkpoint(folder: Path, config: GrokConfig = TINY) -> Mapping[str, np
     for name, value in values.items():
         write_value(folder / name, value)
     return values
+
+
+def write_blocks(folder: Path, *, n_hosts: int, config: GrokConfig = TINY) -> None:
+    """Write what `n_hosts` hosts along the model axis save, each the block of every tensor that its devices hold."""
+    folder.mkdir(parents=True)
+    for shard in shard_table(config):
+        value = sample_value(shard)
+        for host in range(n_hosts):
+            if isinstance(value, Record):
+                fields = {name: _block(array, shard.partition, host, n_hosts) for name, array in value.items()}
+                block: np.ndarray | Record = type(value)(**fields)
+            else:
+                block = _block(value, shard.partition, host, n_hosts)
+            write_value(folder / shard_file(shard.index, host), block)
+
+
+def _block(array: np.ndarray, partition: Partition, host: int, n_hosts: int) -> np.ndarray:
+    for dimension, axes in enumerate(partition):
+        if axes is not None and "model" in axes:
+            array = np.split(array, n_hosts, axis=dimension)[host]
+    return np.ascontiguousarray(array)

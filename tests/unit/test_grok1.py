@@ -21,12 +21,23 @@ from safeload.errors import (
     RejectedError,
     ShardingError,
     SignatureError,
+    StagingError,
+    VerificationError,
 )
-from safeload.grok1 import GrokConfig, name_shards, parameter_names, restore, shard_file, shard_table
+from safeload.grok1 import (
+    PARTITION_RULES,
+    GrokConfig,
+    name_shards,
+    parameter_names,
+    restore,
+    shard_file,
+    shard_table,
+)
+from safeload.placing import compile_rules
 from safeload.publishing import sign
 from safeload.records import QuantizedWeight8bit, Record
 from safeload.trust.keys import SecretKey
-from tests.grok_sample import TINY, sample_value, write_checkpoint, write_value
+from tests.grok_sample import TINY, sample_value, write_blocks, write_checkpoint, write_value
 
 P: Any = PartitionSpec  # untyped in jax
 Quantized: Any = QuantizedWeight8bit
@@ -133,6 +144,20 @@ def test_names_and_layouts_need_no_jax() -> None:
 # --- names for a manifest -----------------------------------------------------------------------------------------
 
 
+def test_blocks_of_one_tensor_have_one_name() -> None:
+    files = [f"tensor{i:05d}_{process:03d}" for process in (1, 0, 2) for i in range(14)]
+    named = name_shards(files)
+    assert set(named) == set(files)
+    assert [named[f"tensor00003_{process:03d}"] for process in range(3)] == [parameter_names(1)[3]] * 3
+
+
+def test_the_rules_say_of_every_parameter_what_the_table_says() -> None:
+    find = compile_rules(PARTITION_RULES)
+    assert {shard.parameter: find(shard.parameter) for shard in shard_table()} == {
+        shard.parameter: shard.partition for shard in shard_table()
+    }
+
+
 @pytest.mark.parametrize("folder", ["", "ckpt-0/"])
 def test_shards_are_named_by_their_index(folder: str) -> None:
     files = [f"{folder}tensor{i:05d}_000" for i in range(2 + 12 * 11)]
@@ -154,8 +179,8 @@ FOURTEEN = [f"tensor{i:05d}_000" for i in range(14)]
         ([f"a/ckpt-0/{file}" for file in FOURTEEN], "found a/ckpt-0/"),
         ([*FOURTEEN, "ckpt-0/tensor00000_000"], "found ., ckpt-0/"),
         ([*FOURTEEN, "backup/tensor00000_000"], "found ., backup/"),
-        ([*FOURTEEN, "tensor00000_001"], "tensor00000_001"),
-        ([f"{file[:-3]}007" for file in FOURTEEN], "tensor00000_007"),
+        ([*FOURTEEN, "tensor00000_001"], "2 process(es) without a gap, found no tensor00001_001"),
+        ([f"{file[:-3]}007" for file in FOURTEEN], "found no tensor00000_000"),
         (FOURTEEN[:5] + FOURTEEN[6:], "found no tensor00005_000"),
         ([*FOURTEEN[:-1], "tensor00014_000"], "found no tensor00013_000"),
         (FOURTEEN[:13], "found 13"),
@@ -508,9 +533,12 @@ def test_a_tensor_that_the_code_lacks_is_named(restored: Restore) -> None:
             state_shapes=nested(without(shapes(), ROUTER)),
             state_sharding=nested(without(SPECS, ROUTER)),
         )
-    (finding,) = caught.value.findings
+    summary, finding = caught.value.findings
     assert (finding.code, finding.file) == ("unexpected-tensor", f"ckpt-0/{TABLE[ROUTER].file}")
     assert TABLE[ROUTER].parameter in finding.message
+    assert summary.code == "parameters-differ"
+    assert summary.message.endswith(f"missing in the checkpoint: none; missing in the code: {TABLE[ROUTER].parameter}")
+    assert TABLE[ROUTER].parameter in str(caught.value)
 
 
 def test_a_tensor_that_the_checkpoint_lacks_is_named(checkpoint: Path, restored: Restore, tmp_path: Path) -> None:
@@ -519,9 +547,11 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(checkpoint: Path, restored:
     names = {f"ckpt-0/{shard.file}": shard.parameter for shard in TABLE[:ROUTER]}
     with pytest.raises(PolicyError) as caught:
         restored(checkpoint_path=tmp_path / "c", manifest=signed(tmp_path / "c", names))
-    (finding,) = caught.value.findings
+    summary, finding = caught.value.findings
     assert (finding.code, finding.file) == ("missing-tensor", f"ckpt-0/{TABLE[ROUTER].file}")
     assert TABLE[ROUTER].parameter in finding.message
+    assert summary.code == "parameters-differ"
+    assert f"missing in the checkpoint: {TABLE[ROUTER].parameter}; missing in the code: none" in str(caught.value)
 
 
 def test_every_difference_is_in_one_refusal(checkpoint: Path, restored: Restore, tmp_path: Path) -> None:
@@ -535,6 +565,7 @@ def test_every_difference_is_in_one_refusal(checkpoint: Path, restored: Restore,
     with pytest.raises(PolicyError) as caught:
         restored(checkpoint_path=tmp_path / "c", manifest=signed(tmp_path / "c", names))
     assert [(finding.code, finding.file) for finding in caught.value.findings] == [
+        ("parameters-differ", None),
         ("parameter-name-mismatch", "ckpt-0/tensor00000_000"),
         ("dtype-mismatch", "ckpt-0/tensor00001_000"),
         ("shape-mismatch", "ckpt-0/tensor00001_000"),
@@ -592,16 +623,37 @@ def test_scales_that_do_not_divide_are_named(restored: Restore) -> None:
         restored(mesh=mesh)
 
 
-@pytest.mark.parametrize("between_hosts_config", [(2, 1), (1, 2)])
-def test_several_hosts_are_refused(restored: Restore, between_hosts_config: tuple[int, int]) -> None:
-    with pytest.raises(ShardingError, match="one process"):
+@pytest.mark.parametrize("between_hosts_config", [(2, 1), (1, 2), (1,), (1, 0), (1, 1, 1)])
+def test_a_number_of_hosts_that_do_not_run_is_refused(restored: Restore, between_hosts_config: tuple[int, ...]) -> None:
+    with pytest.raises(ShardingError, match="between_hosts_config"):
         restored(between_hosts_config=between_hosts_config)
 
 
-def test_several_processes_are_refused(restored: Restore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safeload.assembling.process_count", lambda: 2)
-    with pytest.raises(ShardingError, match="one process"):
-        restored()
+def test_a_tensor_that_only_the_code_lacks_moves_no_other(restored: Restore) -> None:
+    # Every later leaf has another index than its file; that is one difference and not thirteen.
+    with pytest.raises(PolicyError) as caught:
+        restored(state_shapes=nested(without(shapes(), NORM)), state_sharding=nested(without(SPECS, NORM)))
+    assert [(finding.code, finding.file) for finding in caught.value.findings] == [
+        ("parameters-differ", None),
+        ("unexpected-tensor", f"ckpt-0/{TABLE[NORM].file}"),
+    ]
+
+
+def test_many_names_are_cut(restored: Restore) -> None:
+    leaves = {f"params/other_{i:02d}/w": jax.ShapeDtypeStruct((8,), np.float32) for i in range(25)}
+    with pytest.raises(PolicyError) as caught:
+        restored(state_shapes=nested(leaves), state_sharding=nested(dict.fromkeys(leaves)))
+    message = caught.value.findings[0].message
+    assert "params/other_19/w and 5 more; missing in the code: params/language_model" in message
+
+
+def test_two_files_of_one_parameter_are_refused(checkpoint: Path, restored: Restore) -> None:
+    names = dict(name_shards([f"ckpt-0/{shard.file}" for shard in TABLE]))
+    first, second = (f"ckpt-0/{TABLE[index].file}" for index in (GATE, GATE + 2))
+    names[second] = names[first]
+    with pytest.raises(PolicyError) as caught:
+        restored(manifest=signed(checkpoint, names))
+    assert [(finding.code, finding.file) for finding in caught.value.findings] == [("parameter-twice", second)]
 
 
 def test_a_state_without_params_or_shapes_is_refused(restored: Restore) -> None:
@@ -633,3 +685,307 @@ def test_trust_and_policy_in_the_checkpoint_are_refused_here_as_in_load(checkpoi
     for options in ({"trust": inside}, {"policy": inside}):
         with pytest.raises(ConfigError, match="lies in the checkpoint"):
             restored(**options)
+
+
+def test_a_restore_keeps_to_its_memory_budget(restored: Restore) -> None:
+    params = restored(memory_budget=500_000)  # the files have 584,039
+    for index in (0, NORM, ROUTER):
+        np.testing.assert_array_equal(leaf(params, index), np.asarray(sample_value(TABLE[index])))
+    with pytest.raises(StagingError):
+        restored(memory_budget=4096)
+
+
+# --- a state that is loaded in part -------------------------------------------------------------------------------
+
+HEAD = "params/language_model/head/w"
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    """Return a state as model code makes it before training: every array as the code shapes it."""
+    return {shard.parameter: np.zeros(shard.shape, np.float32) for shard in TABLE} | changes
+
+
+def test_what_the_checkpoint_lacks_comes_from_init_state(restored: Restore, mesh: Mesh) -> None:
+    head = np.arange(16, dtype=np.float32).reshape(2, 8)
+    params = restored(
+        state_shapes=nested(shapes(**{HEAD: jax.ShapeDtypeStruct((2, 8), np.float32)})),
+        state_sharding=nested(SPECS | {HEAD: P(None, "model")}),
+        init_state=nested(values(**{HEAD: head})),
+    )
+    made = params["language_model/head"]["w"]
+    assert made.sharding == NamedSharding(mesh, P(None, "model"))
+    np.testing.assert_array_equal(made, head)
+    # The new leaf comes before the others, whose index it moves: they are found by name.
+    np.testing.assert_array_equal(leaf(params, NORM), sample_value(TABLE[NORM]))
+
+
+def test_without_init_state_what_the_checkpoint_lacks_is_an_error(restored: Restore) -> None:
+    with pytest.raises(PolicyError, match=f"missing in the checkpoint: {HEAD}; missing in the code: none"):
+        restored(
+            state_shapes=nested(shapes(**{HEAD: jax.ShapeDtypeStruct((2, 8), np.float32)})),
+            state_sharding=nested(SPECS | {HEAD: None}),
+        )
+
+
+def test_init_state_does_not_excuse_what_the_code_lacks(restored: Restore) -> None:
+    state = {"state_shapes": nested(without(shapes(), ROUTER)), "state_sharding": nested(without(SPECS, ROUTER))}
+    with pytest.raises(PolicyError) as caught:
+        restored(init_state=nested(without(values(), ROUTER)), **state)
+    assert [finding.code for finding in caught.value.findings] == ["parameters-differ", "unexpected-tensor"]
+    # A rule does.
+    params = restored(init_state=nested(without(values(), ROUTER)), load_exclude_rules=["router/w$"], **state)
+    np.testing.assert_array_equal(leaf(params, NORM), sample_value(TABLE[NORM]))
+
+
+def test_what_a_rule_excludes_comes_from_init_state(restored: Restore) -> None:
+    params = restored(init_state=nested(values()), load_exclude_rules=["moe/linear/w", "router"])
+    assert not np.asarray(leaf(params, ROUTER)).any()
+    assert not np.asarray(leaf(params, GATE)).any()
+    np.testing.assert_array_equal(leaf(params, NORM), sample_value(TABLE[NORM]))
+    with pytest.raises(ConfigError, match="init_state does not have it"):
+        restored(load_exclude_rules=["router"])
+    with pytest.raises(ConfigError, match="init_state does not have it"):
+        restored(init_state=nested(without(values(), ROUTER)), load_exclude_rules=["router"])
+
+
+def test_what_a_rule_renames_is_found_by_the_other_name(restored: Restore) -> None:
+    name = TABLE[ROUTER].parameter
+    new = name.replace("router", "a_gate")  # sorted before all others of its layer
+    params = restored(
+        state_shapes=nested(without(shapes(), ROUTER) | {new: jax.ShapeDtypeStruct(TABLE[ROUTER].shape, np.float32)}),
+        state_sharding=nested(without(SPECS, ROUTER) | {new: P(*TABLE[ROUTER].partition)}),
+        load_rename_rules=[("absent", "x"), ("a_(gate)/w", "router/w"), ("router", "never")],
+    )
+    np.testing.assert_array_equal(
+        params["transformer/decoder_layer_0/a_gate"]["w"], np.asarray(sample_value(TABLE[ROUTER]))
+    )
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros((4, 4), np.float32), np.zeros((64, 8), np.float64), 3.0, weight((4, 4), (1, 4))]
+)
+def test_an_initial_leaf_that_is_not_what_the_state_says_is_refused(restored: Restore, value: Any) -> None:
+    with pytest.raises(ConfigError, match="init_state: params/transformer/decoder_layer_0/router/w: expected"):
+        restored(init_state=nested(values(**{TABLE[ROUTER].parameter: value})), load_exclude_rules=["router"])
+
+
+def test_initial_scales_that_do_not_divide_are_refused(restored: Restore) -> None:
+    state = nested(values(**{TABLE[DOWN].parameter: weight(TABLE[DOWN].shape, (8, 4, 64))}))
+    with pytest.raises(ShardingError, match="moe/linear_1/w: does not fit"):
+        restored(init_state=state, load_exclude_rules=["moe/linear_1/w"])
+
+
+def test_rules_that_give_one_parameter_to_two_leaves_are_refused(restored: Restore) -> None:
+    with pytest.raises(ConfigError, match="rms_norm/scale and to params/transformer/decoder_layer_0/rms_norm_1/scale"):
+        restored(load_rename_rules=[("rms_norm_1", "rms_norm")])
+
+
+def test_a_quantized_leaf_of_init_state_is_one_leaf(restored: Restore, mesh: Mesh) -> None:
+    kept = weight(TABLE[GATE].shape, (8, 1, 344))
+    params = restored(init_state=nested(values(**{TABLE[GATE].parameter: kept})), load_exclude_rules=["moe/linear/w"])
+    made = leaf(params, GATE)
+    assert isinstance(made, QuantizedWeight8bit)
+    assert dict(made.items())["weight"].sharding == NamedSharding(mesh, P(*TABLE[GATE].partition))
+
+
+# --- blocks that several hosts saved ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("blocks")
+    write_blocks(folder / "ckpt-0", n_hosts=2)
+    return folder
+
+
+def test_blocks_of_two_hosts_make_the_whole_on_another_mesh(blocks: Path, restored: Restore, mesh: Mesh) -> None:
+    params = restored(
+        checkpoint_path=blocks, manifest=signed(blocks), saved_between_hosts_config=(1, 2), saved_mesh_config=(1, 8)
+    )
+    for shard in TABLE:
+        made: Any = leaf(params, shard.index)
+        expected: Any = sample_value(shard)
+        pairs = [(made, expected)]
+        if isinstance(expected, Record):
+            pairs = list(zip(dict(made.items()).values(), dict(expected.items()).values(), strict=True))
+        for array, values in pairs:
+            assert array.sharding == NamedSharding(mesh, P(*shard.partition)), shard
+            assert np.asarray(array).tobytes() == values.tobytes(), shard
+
+
+def test_blocks_of_another_number_of_hosts_are_refused(blocks: Path, restored: Restore) -> None:
+    manifest = signed(blocks)
+    for hosts in ((1, 1), (1, 4)):
+        with pytest.raises(ShardingError, match=f"expected one block of each of {hosts[1]} hosts, found 2"):
+            restored(checkpoint_path=blocks, manifest=manifest, saved_between_hosts_config=hosts)
+    with pytest.raises(ShardingError, match="expected a mesh that 2 hosts divide along model, found 3"):
+        restored(
+            checkpoint_path=blocks,
+            manifest=manifest,
+            saved_between_hosts_config=(1, 2),
+            saved_mesh_config=(1, 3),
+        )
+
+
+def test_a_block_of_another_shape_is_refused(blocks: Path, restored: Restore, tmp_path: Path) -> None:
+    shutil.copytree(blocks, tmp_path / "c")
+    other = f"ckpt-0/{TABLE[GATE].file[:-3]}001"
+    write_value(tmp_path / "c" / other, weight((8, 64, 86), (8, 1, 86)))
+    with pytest.raises(PolicyError) as caught:
+        restored(checkpoint_path=tmp_path / "c", manifest=signed(tmp_path / "c"), saved_between_hosts_config=(1, 2))
+    assert [(finding.code, finding.file) for finding in caught.value.findings] == [("shape-mismatch", other)]
+
+
+def test_blocks_that_do_not_make_the_leaf_are_refused(blocks: Path, restored: Restore) -> None:
+    name = TABLE[GATE].parameter
+    wide = jax.ShapeDtypeStruct((8, 64, 688), np.float32)
+    with pytest.raises(PolicyError) as caught:
+        restored(
+            checkpoint_path=blocks,
+            manifest=signed(blocks),
+            saved_between_hosts_config=(1, 2),
+            state_shapes=nested(shapes(**{name: wide})),
+        )
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.file) == ("shape-mismatch", f"ckpt-0/{TABLE[GATE].file}")
+    assert "(8, 64, 344)" in finding.message
+
+
+# --- each kind of damage that the published code loads, runs or does not explain ----------------------------------
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        import os
+
+        return os.system, ("touch executed",)
+
+
+def pickled(value: Any, path: Path) -> None:
+    import pickle
+
+    path.write_bytes(pickle.dumps(value, 4))
+
+
+def exchange(folder: Path) -> None:
+    first, second = (folder / TABLE[index].file for index in (GATE, GATE + 2))
+    aside = first.read_bytes()
+    second.rename(first)
+    second.write_bytes(aside)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("aside"))
+    path.symlink_to(path.with_name("aside"))
+
+
+FILE = {index: f"ckpt-0/{TABLE[index].file}" for index in range(len(TABLE))}
+AFTER: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "two tensors of one shape swapped": (exchange, "digest-mismatch", FILE[GATE]),
+    "one bit of a payload flipped": (lambda f: flip(f / TABLE[GATE].file), "digest-mismatch", FILE[GATE]),
+    "bytes after the end of the pickle": (
+        lambda f: (f / TABLE[NORM].file).write_bytes((f / TABLE[NORM].file).read_bytes() + b"more"),
+        "size-mismatch",
+        FILE[NORM],
+    ),
+    "a file too many": (
+        lambda f: shutil.copy(f / TABLE[NORM].file, f / "tensor00014_000"),
+        "unlisted-file",
+        "ckpt-0/tensor00014_000",
+    ),
+    "a symbolic link": (lambda f: link(f / TABLE[NORM].file), "symlink", FILE[NORM]),
+    "a missing file": (lambda f: (f / TABLE[NORM].file).unlink(), "missing-file", FILE[NORM]),
+    "an empty file": (lambda f: (f / TABLE[NORM].file).write_bytes(b""), "empty-file", FILE[NORM]),
+    "a truncated file": (
+        lambda f: (f / TABLE[NORM].file).write_bytes((f / TABLE[NORM].file).read_bytes()[:-9]),
+        "size-mismatch",
+        FILE[NORM],
+    ),
+    "a pickle that runs a command": (lambda f: pickled(Hostile(), f / TABLE[NORM].file), "size-mismatch", FILE[NORM]),
+}
+SIGNED: dict[str, tuple[Callable[[Path], object], str, str | None]] = {
+    "a norm of another length": (
+        lambda f: write_value(f / TABLE[NORM].file, np.ones(32, np.float32)),
+        "shape-mismatch",
+        FILE[NORM],
+    ),
+    "a norm of another dtype": (
+        lambda f: write_value(f / TABLE[NORM].file, np.ones(64, np.float64)),
+        "dtype-mismatch",
+        FILE[NORM],
+    ),
+    "a nested dict in place of a tensor": (
+        lambda f: pickled({"a": {"b": np.ones(64, np.float32)}}, f / TABLE[NORM].file),
+        "dtype-mismatch",
+        FILE[NORM],
+    ),
+    "None in place of a tensor": (lambda f: pickled(None, f / TABLE[NORM].file), "dtype-mismatch", FILE[NORM]),
+    "a weight where a norm belongs": (
+        lambda f: write_value(f / TABLE[NORM].file, weight((8, 8), (1, 8))),
+        "shape-mismatch",
+        FILE[NORM],
+    ),
+    "a tensor too few": (lambda f: (f / TABLE[ROUTER].file).unlink(), "missing-tensor", FILE[ROUTER]),
+    "a tensor too many": (
+        lambda f: write_value(f / "tensor00014_000", np.ones(64, np.float32)),
+        "unexpected-tensor",
+        "ckpt-0/tensor00014_000",
+    ),
+    "names in another order than the files": (lambda _: None, "parameter-name-mismatch", FILE[GATE]),
+}
+
+
+@pytest.mark.parametrize("kind", AFTER)
+def test_damage_after_signing_is_refused_by_name(
+    *, checkpoint: Path, restored: Restore, manifest: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage, code, file = AFTER[kind]
+    shutil.copytree(checkpoint, tmp_path / "c")
+    damage(tmp_path / "c" / "ckpt-0")
+    with pytest.raises(VerificationError) as caught:
+        restored(checkpoint_path=tmp_path / "c", manifest=manifest)
+    assert (code, file) in [(finding.code, finding.file) for finding in caught.value.findings]
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("kind", SIGNED)
+def test_damage_that_was_signed_is_refused_by_name(
+    checkpoint: Path, restored: Restore, tmp_path: Path, kind: str
+) -> None:
+    damage, code, file = SIGNED[kind]
+    folder = tmp_path / "c"
+    shutil.copytree(checkpoint, folder)
+    damage(folder / "ckpt-0")
+    names = {FILE[shard.index]: shard.parameter for shard in TABLE if (folder / FILE[shard.index]).exists()}
+    if "order" in kind:
+        names[FILE[GATE]], names[FILE[GATE + 2]] = names[FILE[GATE + 2]], names[FILE[GATE]]
+    with pytest.raises(PolicyError) as caught:
+        restored(checkpoint_path=folder, manifest=signed(folder, names), policy="numpy-quantized")
+    assert (code, file) in [(finding.code, finding.file) for finding in caught.value.findings]
+
+
+def test_a_pickle_that_runs_a_command_cannot_even_be_signed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint, tmp_path / "c")
+    pickled(Hostile(), tmp_path / "c" / "ckpt-0" / TABLE[NORM].file)
+    with pytest.raises(PolicyError) as caught:
+        signed(tmp_path / "c")
+    assert [(f.code, f.file) for f in caught.value.findings] == [
+        ("global-not-allowed", str(tmp_path / "c" / FILE[NORM]))
+    ]
+    assert not (tmp_path / "executed").exists()
+
+
+def test_seventeen_kinds_of_damage_are_tested() -> None:
+    # Nine that the published code loads silently, four that it fails on, most of them without saying where, one that it
+    # runs, and three that it has no check for: a tensor too few or too many, and names in another order.
+    assert len(AFTER) + len(SIGNED) == 9 + 4 + 1 + 3
