@@ -16,14 +16,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from safeload.assembling import partition_rules
+    from safeload.converting import convert, copy_verified
+    from safeload.diffing import diff
     from safeload.errors import Finding, SafeloadError
-    from safeload.loading import load, verify
+    from safeload.loading import load, load_and_report, verify
     from safeload.manifest import Manifest, TrustedManifest
+    from safeload.placing import Join, join_blocks
     from safeload.policy import Policy
     from safeload.publishing import sign
     from safeload.records import QuantizedWeight8bit
     from safeload.report import Report
+    from safeload.saving import save
     from safeload.scanning import scan
+    from safeload.tally import LoadReport
     from safeload.tensors import TensorSpec
     from safeload.trust.keys import PublicKey, SecretKey
 
@@ -31,6 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Finding",
+    "Join",
+    "LoadReport",
     "Manifest",
     "Policy",
     "PublicKey",
@@ -40,7 +48,14 @@ __all__ = [
     "SecretKey",
     "TensorSpec",
     "TrustedManifest",
+    "convert",
+    "copy_verified",
+    "diff",
+    "join_blocks",
     "load",
+    "load_and_report",
+    "partition_rules",
+    "save",
     "scan",
     "sign",
     "verify",
@@ -48,6 +63,8 @@ __all__ = [
 
 _MODULES = {
     "Finding": "errors",
+    "Join": "placing",
+    "LoadReport": "tally",
     "Manifest": "manifest",
     "Policy": "policy",
     "PublicKey": "trust.keys",
@@ -57,7 +74,14 @@ _MODULES = {
     "SecretKey": "trust.keys",
     "TensorSpec": "tensors",
     "TrustedManifest": "manifest",
+    "convert": "converting",
+    "copy_verified": "converting",
+    "diff": "diffing",
+    "join_blocks": "placing",
     "load": "loading",
+    "load_and_report": "loading",
+    "partition_rules": "assembling",
+    "save": "saving",
     "scan": "scanning",
     "sign": "publishing",
     "verify": "loading",

@@ -18,7 +18,20 @@ import typer
 import typer.main
 
 from safeload import __version__
-from safeload.cli import checkpoints, demo, explanations, keys, options, policies, signatures, trust
+from safeload.cli import (
+    checkpoints,
+    converting,
+    demo,
+    explanations,
+    fetching,
+    fingerprinting,
+    keys,
+    options,
+    planning,
+    policies,
+    signatures,
+    trust,
+)
 from safeload.cli.output import Output, flush, silence_stdout
 from safeload.errors import OperationalError, RejectedError, escape
 
@@ -27,6 +40,7 @@ Exit codes: 0 accepted, 1 rejected, 2 no verdict (wrong usage, unreadable config
 See `safeload demo` for the whole story in a few seconds."""
 
 _VERIFY_EPILOG = "Example: safeload verify checkpoint -m manifest.json --trust publisher.key.pub"
+_FETCH_EPILOG = "Example: safeload fetch hf://org/name checkpoint -m manifest.json --trust publisher.key.pub"
 
 app = typer.Typer(
     name="safeload",
@@ -47,6 +61,12 @@ app.command(cls=options.Command)(checkpoints.scan)
 app.command(cls=options.Command)(checkpoints.inspect)
 app.command(cls=options.Command)(explanations.explain)
 app.command(cls=options.Command)(checkpoints.load)
+app.command(cls=options.Command)(planning.plan)
+app.command(cls=options.Command)(converting.convert)
+app.command(cls=options.Command)(converting.diff)
+app.command(cls=options.Command)(fingerprinting.fingerprint)
+app.command(cls=options.Command, epilog=_FETCH_EPILOG)(fetching.fetch)
+app.add_typer(fetching.quarantine, name="quarantine")
 app.add_typer(policies.app, name="policy")
 app.add_typer(trust.app, name="trust")
 app.command(cls=options.Command)(demo.demo)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from safeload.cli import options, signatures
+from safeload.cli import fetching, options, signatures
 from safeload.cli.keys import claimed, read_secret_keys, require_absent
 from safeload.cli.output import Output
 from safeload.errors import ConfigError, RejectedError, escape
@@ -226,10 +225,10 @@ def verify(
         )
     if not report.is_accepted:
         return out.report(report)
-    return out.report(report, note=_freshness(report.facts))
+    return out.report(report, note=freshness(report.facts))
 
 
-def _freshness(facts: Mapping[str, Any]) -> str | None:
+def freshness(facts: Mapping[str, Any]) -> str | None:
     """Return what the verdict does not say of whether a manifest is the newest, None where it says that."""
     expected = facts["expected"]
     if "bundle" in facts:
@@ -251,43 +250,52 @@ def scan(
     paths: options.Paths,
     policy: options.Policy = options.DEFAULT_POLICY_NAME,
     digest: options.Digest = False,
+    hf_endpoint: fetching.HubEndpoint = fetching.DEFAULT_ENDPOINT,
+    token_file: fetching.TokenFile = None,
+    allow_private: fetching.AllowPrivate = None,
+    allow_http: fetching.AllowHttp = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Say whether a policy allows what is in these files, without running any of it."""
     out = Output(json=json, verbose=verbose)
 
-    report = _scan(out, paths, policy, digest=digest)
-    return out.report(report, note=_NOT_VERIFIED)
+    reach = fetching.Reach(hf_endpoint, token_file, allow_private, allow_http)
+    report = _scan(out, paths, policy, digest=digest, reach=reach)
+    return out.report(report, note=fetching.scan_note(report, _NOT_VERIFIED))
 
 
 def inspect(
     paths: options.Paths,
     policy: options.Policy = options.DEFAULT_POLICY_NAME,
     digest: options.Digest = False,
+    hf_endpoint: fetching.HubEndpoint = fetching.DEFAULT_ENDPOINT,
+    token_file: fetching.TokenFile = None,
+    allow_private: fetching.AllowPrivate = None,
+    allow_http: fetching.AllowHttp = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
     """Show the name, type, shape and place of every tensor in these files."""
     out = Output(json=json, verbose=verbose)
 
-    report = _scan(out, paths, policy, digest=digest)
+    reach = fetching.Reach(hf_endpoint, token_file, allow_private, allow_http)
+    report = _scan(out, paths, policy, digest=digest, reach=reach)
     columns = ["file", "tensor", "dtype", "shape", "order", ">offset", ">bytes", *(["sha256"] if digest else [])]
     if any(file.tensors for file in report.files):
         out.table(columns, text.tensor_rows(report))
         out.line()
     elif report.verdict == "accepted":  # of a file that is refused it is not known
         out.line("no tensors\n")
-    return out.report(report, note=_NOT_VERIFIED)
+    return out.report(report, note=fetching.scan_note(report, _NOT_VERIFIED))
 
 
-def _scan(out: Output, paths: Sequence[Path], policy: str, *, digest: bool) -> Report:
+def _scan(out: Output, paths: Sequence[str], policy: str, *, digest: bool, reach: fetching.Reach) -> Report:
     from safeload.policy import load_policy
-    from safeload.scanning import scan as scan_paths
 
     rules = load_policy(policy)
     with out.progress() as progress:
-        return scan_paths(paths, policy=rules, digests=digest, progress=progress)
+        return fetching.scan(paths, policy=rules, digest=digest, reach=reach, progress=progress)
 
 
 def load(
@@ -317,9 +325,8 @@ def load(
 
     from safeload import loading
 
-    started = time.perf_counter()
     with out.progress() as progress:
-        tree = loading.load(
+        tree, taken = loading.load_and_report(
             directory,
             manifest=manifest,
             trust=trust,
@@ -335,12 +342,12 @@ def load(
             trust_pin=trust_pin,
             progress=progress,
         )
-    seconds = time.perf_counter() - started
+    seconds = taken.seconds["total"]
     files = {path: list(_arrays(value, "")) for path, value in tree.items()}
     n_tensors = sum(map(len, files.values()))
     n_bytes = sum(array.nbytes for arrays in files.values() for _, array in arrays)
     if json:
-        out.object(_loaded_json(files, n_bytes, seconds, jax=jax))
+        out.object({**_loaded_json(files, n_bytes, seconds, jax=jax), "load": taken.to_json()})
         return 0
     if verbose or len(files) <= text.MAX_LISTED_FILES:
         rows = (

@@ -46,7 +46,10 @@ def _require_directory(path: Path) -> Path:
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="the checkpoint", show_default=False, callback=_require_directory)
 ]
-Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", help="files and directories", show_default=False)]
+Paths = Annotated[
+    list[str],
+    typer.Argument(metavar="PATH...", help="files and directories, or URLs: https://, hf://", show_default=False),
+]
 Policy = Annotated[
     str, typer.Option("-p", "--policy", metavar="POLICY", help="what to allow: a shipped name or a path")
 ]

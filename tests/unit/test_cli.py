@@ -593,10 +593,11 @@ def test_what_is_nested_is_listed_by_its_path(tmp_path: Path, run: Run, key: Pat
 def test_policy_list_names_the_shipped_ones(run: Run) -> None:
     done = run("policy", "list")
     assert done.code == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["grok-1", "numpy-quantized"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["grok-1", "numpy-quantized", "orbax"]
     assert [policy["name"] for policy in run("policy", "list", "--json").json["policies"]] == [
         "grok-1",
         "numpy-quantized",
+        "orbax",
     ]
 
 

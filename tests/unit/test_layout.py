@@ -27,6 +27,7 @@ PROOFS = {
     "StagedCheckpoint": "staging.py",
     "AdmittedCheckpoint": "scanning.py",
     "HostTensor": "decoding.py",
+    "PartialTensor": "decoding.py",
 }
 """Each proof type, and the only file that may make one."""
 

@@ -10,11 +10,20 @@ from safeload.expecting import Expectations
 
 PUBLIC = {
     # verbs
+    "convert",
+    "copy_verified",
+    "diff",
+    "join_blocks",
     "load",
+    "load_and_report",
+    "partition_rules",
+    "save",
     "scan",
     "sign",
     "verify",
     # nouns
+    "Join",
+    "LoadReport",
     "Finding",
     "Manifest",
     "Policy",
@@ -61,6 +70,9 @@ def test_load_takes_these_arguments() -> None:
         ("policy", inspect.Parameter.KEYWORD_ONLY, "numpy-quantized"),
         ("shardings", inspect.Parameter.KEYWORD_ONLY, None),
         ("memory_budget", inspect.Parameter.KEYWORD_ONLY, None),
+        ("cast", inspect.Parameter.KEYWORD_ONLY, None),
+        ("joins", inspect.Parameter.KEYWORD_ONLY, ()),
+        ("host_timeout", inspect.Parameter.KEYWORD_ONLY, 600.0),
         ("progress", inspect.Parameter.KEYWORD_ONLY, None),
         ("expected", inspect.Parameter.VAR_KEYWORD, required),
     ]
