@@ -31,7 +31,7 @@ from safeload.expecting import Expectations
 from safeload.files import publish, require_outside
 from safeload.formats.pickles.writing import pickle_shard, shard_file, write_shard
 from safeload.formats.safetensors_writing import MAX_HEADER_BYTES, SAFETENSORS_NAMES, safetensors_layout
-from safeload.loading import Held, hold, manifest_in
+from safeload.loading import Held, hold
 from safeload.manifest import FileEntry, Manifest, ManifestTensor, check_path
 from safeload.naming import NamedFile, name_tensors
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
@@ -46,6 +46,7 @@ from safeload.staging import StagedCheckpoint, stream
 from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE, TENSOR_FORMATS
 from safeload.trust import strict_json
 from safeload.trust.store import Trust
+from safeload.verifying import manifest_in
 
 if TYPE_CHECKING:
     from safeload.trust.keys import SecretKey

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from safeload.errors import ConfigError, PolicyError, escape
-from safeload.loading import read_manifest
 from safeload.naming import NamedFile, name_tensors
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import Progress
 from safeload.scanning import scan
 from safeload.tensors import DType
 from safeload.trust.store import Trust, load_trust
-from safeload.verifying import verify_manifest
+from safeload.verifying import read_manifest, verify_manifest
 
 
 @dataclass(frozen=True, slots=True)

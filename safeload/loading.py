@@ -5,8 +5,6 @@ Each step takes the proof that the step before made, so there is no way to skip 
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +27,6 @@ from safeload.errors import (
     RollbackError,
     VerificationError,
     escape,
-    reason,
 )
 from safeload.expecting import Expectations, Expected, evidence, hinted, mixture_hint, require_trust_outside, run_facts
 from safeload.manifest import TrustedManifest
@@ -41,10 +38,9 @@ from safeload.scanning import admit, policy_facts, require_policy_outside, verif
 from safeload.sizes import parse_size
 from safeload.staging import stage
 from safeload.tally import LoadReport, Tally
-from safeload.trust.dsse import MAX_ENVELOPE_BYTES
 from safeload.trust.oms import is_bundle
 from safeload.trust.store import Trust
-from safeload.verifying import parse_pin
+from safeload.verifying import manifest_in, parse_pin, read_manifest
 
 
 def load(
@@ -549,38 +545,3 @@ def _error_class(report: Report) -> type[RejectedError] | None:
     errors = [file.error for file in report.files if file.error is not None]
     # Bytes that are not the signed ones explain whatever else is wrong with them.
     return DigestMismatchError if DigestMismatchError in errors else next(iter(errors), None)
-
-
-def read_manifest(manifest: str | Path | bytes) -> tuple[bytes, str]:
-    """Return a manifest's envelope, and what to call it.
-
-    Raises:
-        ConfigError: It is no regular file, or cannot be read.
-    """
-    if isinstance(manifest, bytes):
-        return manifest, "manifest"
-    try:
-        # O_NONBLOCK: whoever made the manifest could have made a FIFO of it, which would wait for ever.
-        fd = os.open(manifest, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ConfigError(f"the manifest {escape(str(manifest))} is no regular file", hint="check the path")
-            # One byte more than is allowed, so that the verifier sees that it is too long.
-            return file.read(MAX_ENVELOPE_BYTES + 1), str(manifest)
-    except (OSError, ValueError) as err:
-        message = f"cannot read the manifest {escape(str(manifest))}: {reason(err)}"
-        raise ConfigError(message, hint="check the path") from err
-
-
-def manifest_in(directory: str | Path, manifest: str | Path | bytes, envelope: bytes) -> Mapping[str, bytes]:
-    """Return the one file that may lie in the directory unlisted, by its path there: the manifest, as it was read.
-
-    Empty where the manifest lies elsewhere. A link to it, or a file in its place with other bytes, is not that file.
-    """
-    if isinstance(manifest, bytes):
-        return {}
-    try:
-        place = Path(os.path.realpath(Path(manifest).parent), Path(manifest).name)
-        return {place.relative_to(os.path.realpath(directory)).as_posix(): envelope}
-    except (OSError, ValueError):
-        return {}

@@ -225,11 +225,11 @@ def admit(staged: StagedCheckpoint, *, policy: Policy) -> AdmittedCheckpoint:
     reports: list[FileReport] = []
     values: dict[str, Value] = {}
     refusals: list[RejectedError] = []
-    tables = _signed_tables(staged.trusted)
+    tables = signed_tables(staged.trusted)
     for path, file in staged.files.items():
         kind, parsed = parse(MemorySource(file.view, file.present), path, policy, _StagedSiblings(staged, path))
-        parsed = _check_against(file.entry, kind, parsed)
-        if parsed.index is not None and (findings := _index_findings(path, parsed.index, tables)):
+        parsed = check_against(file.entry, kind, parsed)
+        if parsed.index is not None and (findings := index_findings(path, parsed.index, tables)):
             parsed = refused(parsed, FormatError(*findings))
         reports.append(file_report(path, kind, file.view.nbytes, parsed, file.entry.sha256))
         if parsed.refusal is not None:
@@ -462,14 +462,15 @@ _Tables: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
 """The extents of the tensors of each file, by path and name; no entry for a file that was refused."""
 
 
-def _signed_tables(trusted: TrustedManifest) -> _Tables:
+def signed_tables(trusted: TrustedManifest) -> _Tables:
+    """Return the extents of the tensors of each file, as the manifest has them."""
     return {
         entry.path: {tensor.name: (tensor.offset, tensor.nbytes) for tensor in entry.tensors}
         for entry in trusted.manifest.files
     }
 
 
-def _check_indexes(files: Sequence[FileReport], used: Mapping[str, str]) -> list[FileReport]:
+def check_indexes(files: Sequence[FileReport], used: Mapping[str, str]) -> list[FileReport]:
     """Hold each index against the files that it names, and what was read of a file for another against its digest."""
     tables = {
         file.path: {spec.name: (spec.extent.offset, spec.extent.nbytes) for spec in file.tensors}
@@ -482,7 +483,7 @@ def _check_indexes(files: Sequence[FileReport], used: Mapping[str, str]) -> list
     for file in files:
         findings: tuple[Finding, ...] = ()
         if file.index is not None:
-            findings = _index_findings(file.path, file.index, tables, refused_paths)
+            findings = index_findings(file.path, file.index, tables, refused_paths)
         if used.get(file.path, digests.get(file.path)) != digests.get(file.path) and file.path in digests:
             message = "expected the bytes that its data files were read by, found others"
             hint = "wait until nothing writes there, then run again"
@@ -494,7 +495,7 @@ def _check_indexes(files: Sequence[FileReport], used: Mapping[str, str]) -> list
     return checked
 
 
-def _index_findings(
+def index_findings(
     path: str, index: ShardIndex, tables: _Tables, refused_paths: Collection[str] = ()
 ) -> tuple[Finding, ...]:
     """Return where an index and the files that it names differ, and files of its set that it does not name."""
@@ -570,7 +571,7 @@ def refused(parsed: Parsed, refusal: RejectedError) -> Parsed:
     return Parsed(globals=parsed.globals, refusal=refusal)
 
 
-def _check_against(entry: FileEntry, kind: str, parsed: Parsed) -> Parsed:
+def check_against(entry: FileEntry, kind: str, parsed: Parsed) -> Parsed:
     """Hold what was parsed against what the manifest says was there when it was signed."""
     if parsed.refusal is not None:
         return parsed
@@ -674,7 +675,7 @@ def _run(jobs: Sequence[_Job], policy: Policy, progress: Progress | None, wanted
         phase="scanning",
         progress=progress,
     )
-    return _check_indexes(files, used)
+    return check_indexes(files, used)
 
 
 def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests, used: dict[str, str]) -> FileReport:
@@ -705,7 +706,7 @@ def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests, used: d
         # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
         return _unread(job, err if isinstance(err, FileSetError) else FileSetError(Finding("unreadable", err.message)))
     if job.entry is not None:
-        parsed = _check_digest(job.entry, sha256, stream.size, _check_against(job.entry, kind, parsed))
+        parsed = check_digest(job.entry, sha256, stream.size, check_against(job.entry, kind, parsed))
     report = file_report(job.shown, kind, stream.size, parsed, sha256)
     if not (stream.chunk_digests or stream.blake3):
         return report
@@ -719,7 +720,8 @@ def _unread(job: _Job, refusal: FileSetError) -> FileReport:
     return FileReport(job.shown, "unknown", None, findings=findings, error=type(refusal))
 
 
-def _check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parsed) -> Parsed:
+def check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parsed) -> Parsed:
+    """Hold the digest and the length that were found against those that were signed."""
     if sha256 == entry.sha256 and size == entry.size:
         return parsed
     finding = Finding(

@@ -33,7 +33,7 @@ from safeload.errors import (
 )
 from safeload.files import publish
 from safeload.manifest import PAYLOAD_TYPE, Manifest, Signer, TrustedManifest
-from safeload.trust.dsse import Envelope
+from safeload.trust.dsse import MAX_ENVELOPE_BYTES, Envelope
 from safeload.trust.history import MAX_HISTORY_BYTES, History, format_instant, parse_instant
 from safeload.trust.keys import PublicKey
 from safeload.trust.store import PIN_PREFIX, Publisher, TrustStore, fitting_keys
@@ -409,3 +409,38 @@ def _why_out_of_scope(stream: str, trust: TrustStore, signers: dict[str, PublicK
 
 def _command(source: str) -> str:
     return f"safeload verify DIR --manifest {escape(shlex.quote(source))} --trust KEY.pub"
+
+
+def read_manifest(manifest: str | Path | bytes) -> tuple[bytes, str]:
+    """Return a manifest's envelope, and what to call it.
+
+    Raises:
+        ConfigError: It is no regular file, or cannot be read.
+    """
+    if isinstance(manifest, bytes):
+        return manifest, "manifest"
+    try:
+        # O_NONBLOCK: whoever made the manifest could have made a FIFO of it, which would wait for ever.
+        fd = os.open(manifest, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError(f"the manifest {escape(str(manifest))} is no regular file", hint="check the path")
+            # One byte more than is allowed, so that the verifier sees that it is too long.
+            return file.read(MAX_ENVELOPE_BYTES + 1), str(manifest)
+    except (OSError, ValueError) as err:
+        message = f"cannot read the manifest {escape(str(manifest))}: {reason(err)}"
+        raise ConfigError(message, hint="check the path") from err
+
+
+def manifest_in(directory: str | Path, manifest: str | Path | bytes, envelope: bytes) -> Mapping[str, bytes]:
+    """Return the one file that may lie in the directory unlisted, by its path there: the manifest, as it was read.
+
+    Empty where the manifest lies elsewhere. A link to it, or a file in its place with other bytes, is not that file.
+    """
+    if isinstance(manifest, bytes):
+        return {}
+    try:
+        place = Path(os.path.realpath(Path(manifest).parent), Path(manifest).name)
+        return {place.relative_to(os.path.realpath(directory)).as_posix(): envelope}
+    except (OSError, ValueError):
+        return {}

@@ -105,9 +105,9 @@ def _inventory(out: Output, target: str, policy: str) -> Inventory:
     if Path(target).is_dir():
         return _scanned(out, target, policy)
 
-    from safeload.loading import read_manifest
     from safeload.manifest import Manifest
     from safeload.trust.dsse import Envelope
+    from safeload.verifying import read_manifest
 
     envelope, _ = read_manifest(Path(target))
     manifest = Manifest.parse(Envelope.parse(envelope).payload)

@@ -27,6 +27,7 @@ from safeload.scanning import admit, require_policy_outside
 from safeload.sizes import parse_size
 from safeload.staging import stream
 from safeload.trust.store import Trust
+from safeload.verifying import manifest_in
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 """Dtypes of a state's leaf for which the file may hold an int8 weight with scales, and dtypes of those scales."""
@@ -115,7 +116,7 @@ def read_files(
     require_policy_outside(policy, folder.root)
     rules = load_policy(policy)
     held, trusted = folder.held, folder.held.trusted
-    itself = loading.manifest_in(folder.root, held.manifest, held.envelope)
+    itself = manifest_in(folder.root, held.manifest, held.envelope)
     values: dict[str, Any] = {}
     try:
         with stream(

@@ -1,0 +1,517 @@
+"""What is on disk while a fetch goes on: a private work area beside the target, temporary files, and their chunks.
+
+Only bytes that a digest vouches for are written to a temporary file whose manifest entry has chunks, so nothing in such
+a file is wrong whoever else writes to it; and yet a later run believes none of it without hashing it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final, Self
+
+from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES
+from safeload.errors import ConfigError, FetchError, StagingError, escape, reason
+from safeload.files import read_into
+from safeload.manifest import FileEntry
+from safeload.sizes import human_size
+
+MARGIN_BYTES: Final = 64 * 1024 * 1024
+"""Disk space to leave beside what is fetched: for directories, for the file system's own tables, for others."""
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_OLD: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_PARTIAL_NAME: Final = re.compile(r"(?P<sha256>[0-9a-f]{64})\.[0-9a-f]{16}")
+
+_FICLONERANGE: Final = 0x4020940D
+"""`_IOW(0x94, 13, struct file_clone_range)` of linux/fs.h: share blocks with another file until one of them changes."""
+
+
+_SYNC_FILE_RANGE: Final = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _SYNC_FILE_RANGE is not None:
+    _SYNC_FILE_RANGE.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_SYNC_FILE_RANGE_WRITE: Final = 2
+"""Of linux/fs.h: begin to write dirty pages of the range."""
+
+
+def chunk_digests(entry: FileEntry) -> tuple[bytes, ...]:
+    """Return the digests that pieces of a file are checked by: its chunks', or its own where it is one piece.
+
+    Empty for an empty file, and for one of several pieces whose manifest has no digests of them: that is checked whole.
+    """
+    if not entry.size:
+        return ()
+    if entry.chunks is None:
+        return (bytes.fromhex(entry.sha256),) if entry.size <= CHUNK_BYTES else ()
+    return entry.chunk_digests
+
+
+def chunk_range(entry: FileEntry, index: int) -> range:
+    """Return the bytes of a file that a chunk covers."""
+    return range(index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, entry.size))
+
+
+@dataclass(slots=True)
+class PartialFile:
+    """One temporary file, as long as the whole from the start.
+
+    Attributes:
+        entry: What it is to become.
+        name: In the work area's directory of such files.
+        fd: Open for reading and writing.
+    """
+
+    entry: FileEntry
+    name: str
+    fd: int
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Write bytes, and have the disk begin with them.
+
+        Raises:
+            StagingError: There is no room, or the disk does not take them.
+        """
+        at = 0
+        try:
+            with memoryview(data) as left:
+                while at < len(left):
+                    at += os.pwrite(self.fd, left[at:], offset + at)
+        except OSError as err:
+            raise _no_room(self.entry.path, err) from err
+        _begin_writeback(self.fd, offset, at)
+
+    def recheck(self, alive: Callable[[], object]) -> set[int]:
+        """Hash what is there, and return the chunks that are the signed ones. Holes are not looked at.
+
+        Args:
+            alive: Called after each piece; what it raises ends the work.
+
+        Raises:
+            StagingError: It cannot be read.
+        """
+        digests = chunk_digests(self.entry)
+        good: set[int] = set()
+        for index, expected in enumerate(digests):
+            where = chunk_range(self.entry, index)
+            if _has_data(self.fd, where) and _sha256(self.fd, where, self.name, alive) == expected:
+                good.add(index)
+        return good
+
+    def seed(self, other: int, missing: Iterable[int], alive: Callable[[], object]) -> set[int]:
+        """Take chunks from another file where they have the signed digest, and return which.
+
+        Blocks are shared where the file system can do that (reflink), else copied. A hard link is never made: whoever
+        writes to the other file would write to this one.
+
+        Args:
+            other: Descriptor of a file of the same length.
+            missing: Chunks to look for, each at its own place.
+            alive: Called after each chunk; what it raises ends the work.
+
+        Raises:
+            StagingError: There is no room, or the other file cannot be read.
+        """
+        digests = chunk_digests(self.entry)
+        taken: set[int] = set()
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, self.entry.size)))
+        for index in missing:
+            alive()
+            where = chunk_range(self.entry, index)
+            room = buffer[: len(where)]
+            if _read(other, room, where.start, self.entry.path) != len(where):
+                continue
+            if hashlib.sha256(room).digest() != digests[index]:
+                continue
+            if not _clone(other, self.fd, where):
+                self.write(where.start, room)
+            taken.add(index)
+        return taken
+
+    def sync(self) -> None:
+        """Bring the content to disk.
+
+        Raises:
+            StagingError: The disk does not take it.
+        """
+        try:
+            os.fsync(self.fd)
+        except OSError as err:
+            raise _no_room(self.entry.path, err) from err
+
+    def close(self) -> None:
+        """Close the file; it stays where it is."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Tree:
+    """A directory that finished files are put into, and its directories, none of them reached through a link."""
+
+    def __init__(self, fd: int, shown: str) -> None:
+        """Take over the descriptor of the directory."""
+        self.fd = fd
+        self._shown = shown
+
+    def place(self, source: int, name: str, path: str, *, sync: bool) -> None:
+        """Move a finished file to where it belongs, in the place of whatever is there.
+
+        Args:
+            source: Descriptor of the directory that it is in.
+            name: Its name there.
+            path: Where it belongs, below this directory.
+            sync: Whether to bring the directories to disk as well.
+
+        Raises:
+            StagingError: The system refuses, or there is a link or a file where a directory should be.
+        """
+        *parents, last = path.split("/")
+        try:
+            with contextlib.ExitStack() as stack:
+                above = self.fd
+                for parent in parents:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(parent, dir_fd=above)
+                    below = os.open(parent, _DIRECTORY, dir_fd=above)
+                    stack.callback(os.close, below)
+                    if sync:
+                        os.fsync(above)
+                    above = below
+                os.replace(name, last, src_dir_fd=source, dst_dir_fd=above)
+                if sync:
+                    os.fsync(above)
+        except OSError as err:
+            raise StagingError(f"cannot put {escape(path)} into {escape(self._shown)}: {reason(err)}") from err
+
+    def sync_all(self) -> None:
+        """Bring every directory to disk.
+
+        Raises:
+            StagingError: The system refuses.
+        """
+        try:
+            for _, _, _, fd in os.fwalk(".", dir_fd=self.fd, follow_symlinks=False):
+                os.fsync(fd)
+        except OSError as err:
+            raise StagingError(f"cannot bring {escape(self._shown)} to disk: {reason(err)}") from err
+
+    def close(self) -> None:
+        """Close the directory."""
+        os.close(self.fd)
+
+
+class WorkArea:
+    """The private directory beside the target where a fetch keeps what it has so far. Use it as a context manager.
+
+    In it are `files/`, which becomes the target, `partial/` with the temporary files, and `lock`. Its name follows from
+    the target's, so that a later run finds it.
+
+    Attributes:
+        path: Where it is.
+        files: Where finished files wait for the others.
+    """
+
+    def __init__(self, target: Path) -> None:
+        """Name the target; entering makes the work area.
+
+        Args:
+            target: The directory that the checkpoint is to be in.
+        """
+        self.target = target
+        self.path = work_area_of(target)
+        self.files = self.path / "files"
+        self._lock = -1
+        self._partial = -1
+        self._old: dict[str, list[str]] = {}
+
+    def __enter__(self) -> Self:
+        """Make or find it, and take the lock.
+
+        Raises:
+            ConfigError: There is something else in its place.
+            FetchError: Another fetch is at work on the same target.
+            StagingError: The system refuses.
+        """
+        try:
+            self._enter()
+        except OSError as err:
+            self.__exit__()
+            where = escape(str(self.path))
+            raise StagingError(f"cannot make the work area {where}: {reason(err)}", hint="check permissions") from err
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _enter(self) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+        area = os.open(self.path, _DIRECTORY)
+        try:
+            status = os.fstat(area)
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise ConfigError(
+                    f"expected {escape(str(self.path))} to be ours alone, found a directory that others can use",
+                    hint="remove it",
+                )
+            self._lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=area)
+            self._take_lock()
+            for name, mode in (("files", 0o777), ("partial", 0o700)):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, mode, dir_fd=area)
+            self._partial = os.open("partial", _DIRECTORY, dir_fd=area)
+        finally:
+            os.close(area)
+        with os.scandir(self._partial) as entries:
+            names = sorted(entry.name for entry in entries)
+        for name in names:
+            if found := _PARTIAL_NAME.fullmatch(name):
+                self._old.setdefault(found["sha256"], []).append(name)
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as err:
+            message = f"another fetch is at work on {escape(str(self.target))}"
+            raise FetchError(message, hint="wait until it ends") from err
+        except OSError:
+            # A file system without locks: then names that no two processes share keep them apart.
+            return
+
+    def __exit__(self, *_: object) -> None:
+        """Close everything; what was fetched stays for a later run."""
+        for fd in (self._partial, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._partial = self._lock = -1
+
+    @property
+    def partial_fd(self) -> int:
+        """Descriptor of the directory of temporary files."""
+        return self._partial
+
+    def open_partial(self, entry: FileEntry) -> PartialFile:
+        """Return a temporary file for an entry: what an earlier run left of it, under a name of this one, or a new one.
+
+        What is in it has to be rechecked.
+
+        Raises:
+            StagingError: The system refuses.
+        """
+        name = f"{entry.sha256}.{secrets.token_hex(8)}"
+        try:
+            left = self._old.get(entry.sha256, [])
+            while left:
+                fd = self._adopt(left.pop(), name, entry)
+                if fd is not None:
+                    return PartialFile(entry, name, fd)
+            fd = os.open(name, _NEW, 0o644, dir_fd=self._partial)
+            try:
+                os.ftruncate(fd, entry.size)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as err:
+            raise _no_room(entry.path, err) from err
+        return PartialFile(entry, name, fd)
+
+    def allocated(self, entry: FileEntry) -> int:
+        """Return how many bytes of disk an earlier run left for an entry, as far as that can be told."""
+        names = self._old.get(entry.sha256, [])
+        try:
+            return 512 * os.stat(names[-1], dir_fd=self._partial, follow_symlinks=False).st_blocks if names else 0
+        except OSError:
+            return 0
+
+    def _adopt(self, old: str, name: str, entry: FileEntry) -> int | None:
+        """Take over what a dead process left, where it can be of use; one of two that try gets it."""
+        if not chunk_digests(entry):
+            self._remove(old)
+            return None
+        try:
+            os.rename(old, name, src_dir_fd=self._partial, dst_dir_fd=self._partial)
+            fd = os.open(name, _OLD, dir_fd=self._partial)
+        except FileNotFoundError:
+            return None
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_size == entry.size and status.st_nlink == 1:
+            return fd
+        os.close(fd)
+        self._remove(name)
+        return None
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._partial)
+
+    def discard(self, partial: PartialFile) -> None:
+        """Remove a temporary file that is of no use."""
+        partial.close()
+        with contextlib.suppress(OSError):
+            self._remove(partial.name)
+
+    def clean(self, wanted: Iterable[FileEntry]) -> None:
+        """Remove what an earlier run for another manifest left, and files that nobody lists.
+
+        Raises:
+            StagingError: The system refuses.
+        """
+        entries = list(wanted)
+        digests, paths = {entry.sha256 for entry in entries}, {entry.path for entry in entries}
+        try:
+            for sha256 in sorted(set(self._old) - digests):
+                for name in self._old.pop(sha256):
+                    self._remove(name)
+            for folder, _, names in os.walk(self.files):
+                for name in names:
+                    path = PurePosixPath(folder, name).relative_to(self.files).as_posix()
+                    if path not in paths:
+                        Path(folder, name).unlink()
+            for folder, _, _ in sorted(os.walk(self.files), reverse=True):
+                if folder != str(self.files):
+                    with contextlib.suppress(OSError):
+                        Path(folder).rmdir()  # only where it is empty
+        except OSError as err:
+            raise StagingError(f"cannot clean {escape(str(self.path))}: {reason(err)}") from err
+
+    def publish(self) -> None:
+        """Make the finished files the target, by one rename, with everything on disk before and after.
+
+        Raises:
+            StagingError: The system refuses, or something is there by now.
+        """
+        parent = self.target.parent
+        try:
+            self.files.rename(self.target)
+            fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as err:
+            raise StagingError(
+                f"cannot publish {escape(str(self.target))}: {reason(err)}",
+                hint="what was fetched is kept; run again when nothing is in its place",
+            ) from err
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the work area: all of it is published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def target_of(directory: str | Path) -> Path:
+    """Return where a directory really is, or will be, so that what lies beside it is on its file system.
+
+    Raises:
+        ConfigError: That cannot be told, or it is the root of a file system, beside which nothing can be.
+    """
+    try:
+        target = Path(directory).resolve()
+    except (OSError, ValueError, RuntimeError) as err:  # a loop of links is a RuntimeError up to Python 3.12
+        raise ConfigError(f"cannot tell where {escape(str(directory))} lies: {reason(err)}") from err
+    if not target.name:
+        raise ConfigError(f"nothing can be fetched to {escape(str(target))}", hint="name a directory in it")
+    return target
+
+
+def work_area_of(target: Path) -> Path:
+    """Return where a fetch of a directory keeps what it has so far: beside it, hidden, on the same file system."""
+    return target.parent / f".{target.name}.safeload-partial"
+
+
+def require_space(directory: Path, sizes: Sequence[int]) -> None:
+    """Check that the file system has room for files, in blocks and in entries, and some to spare.
+
+    Args:
+        directory: A directory on it.
+        sizes: Bytes of each file that is missing, or of what is missing of it.
+
+    Raises:
+        StagingError: It has not, or does not say.
+    """
+    try:
+        found = os.statvfs(directory)
+    except OSError as err:
+        raise StagingError(f"cannot look at {escape(str(directory))}: {reason(err)}") from err
+    block = found.f_frsize or 4096
+    needed = sum(-(-size // block) * block for size in sizes) + (MARGIN_BYTES if sizes else 0)
+    free = found.f_bavail * block
+    if needed > free:
+        raise StagingError(
+            f"expected {human_size(needed)} of free disk space for {escape(str(directory))}, found {human_size(free)}",
+            hint="free some, or fetch to another disk",
+        )
+    # Some file systems make entries as they go, and say 0 of 0.
+    if found.f_files and found.f_favail < len(sizes):
+        message = f"expected room for {len(sizes)} files in {escape(str(directory))}, found {found.f_favail}"
+        raise StagingError(message, hint="remove some files, or fetch to another disk")
+
+
+def _no_room(path: str, err: OSError) -> StagingError:
+    hint = "free some disk space and run again: what was verified is kept" if err.errno == errno.ENOSPC else None
+    return StagingError(f"cannot write {escape(path)}: {reason(err)}", hint=hint)
+
+
+def _begin_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Ask for bytes to be brought to disk, without waiting: then little is left for the `fsync` at the end."""
+    # A hint, whose failure costs time and nothing else.
+    if _SYNC_FILE_RANGE is not None:
+        _SYNC_FILE_RANGE(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+def _has_data(fd: int, where: range) -> bool:
+    try:
+        return os.lseek(fd, where.start, os.SEEK_DATA) < where.stop
+    except OSError as err:
+        # ENXIO: nothing but a hole up to the end. Anything else: a file system that does not know.
+        return err.errno != errno.ENXIO
+
+
+def _sha256(fd: int, where: range, name: str, alive: Callable[[], object]) -> bytes:
+    digest = hashlib.sha256()
+    for piece in _pieces(fd, where, name):
+        digest.update(piece)
+        alive()
+    return digest.digest()
+
+
+def _pieces(fd: int, where: range, name: str) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(HASH_CHUNK_BYTES, len(where))))
+    at = where.start
+    while at < where.stop:
+        got = read_into(fd, buffer[: min(len(buffer), where.stop - at)], at, path=name)
+        if not got:
+            return
+        yield buffer[:got]
+        at += got
+
+
+def _read(fd: int, target: memoryview, offset: int, path: str) -> int:
+    at = 0
+    while at < len(target) and (got := read_into(fd, target[at:], offset + at, path=path)):
+        at += got
+    return at
+
+
+def _clone(source: int, target: int, where: range) -> bool:
+    """Share the blocks of a range between two files, and return whether that worked."""
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, where.start, len(where), where.start))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,190 @@
+"""Claims of `safeload.fetching.partial`: what is on disk meanwhile is private, and believed only where it is hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safeload.errors import ConfigError, StagingError
+from safeload.fetching import partial
+from safeload.fetching.partial import (
+    MARGIN_BYTES,
+    WorkArea,
+    chunk_digests,
+    chunk_range,
+    require_space,
+    target_of,
+    work_area_of,
+)
+from safeload.manifest import FileEntry, encode_chunks
+from tests.fetching_sample import CHUNK_BYTES, shrink_chunks
+
+DATA = bytes(range(251)) * 1000
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink_chunks(monkeypatch)
+
+
+@pytest.fixture
+def area(tmp_path: Path) -> Iterator[WorkArea]:
+    with WorkArea(tmp_path / "model") as made:
+        yield made
+
+
+def entry(data: bytes = DATA, *, chunked: bool = True) -> FileEntry:
+    chunks = [hashlib.sha256(data[at : at + CHUNK_BYTES]).digest() for at in range(0, len(data), CHUNK_BYTES)]
+    joined = encode_chunks(b"".join(chunks)) if chunked and len(chunks) > 1 else None
+    sha256 = hashlib.sha256(data).hexdigest()
+    return FileEntry(path="a/b", size=len(data), sha256=sha256, chunks=joined, format="opaque", role="other")
+
+
+def nothing() -> None:
+    pass
+
+
+def test_pieces_are_checked_by_the_digests_that_the_manifest_has() -> None:
+    assert len(chunk_digests(entry())) == 4
+    assert chunk_digests(entry(b"x")) == (hashlib.sha256(b"x").digest(),)
+    assert chunk_digests(entry(b"")) == ()
+    assert chunk_digests(entry(chunked=False)) == ()
+    assert sum(len(chunk_range(entry(), i)) for i in range(4)) == len(DATA)
+
+
+def test_the_work_area_is_private_beside_the_target_and_hidden(tmp_path: Path, area: WorkArea) -> None:
+    assert area.path == work_area_of(tmp_path / "model") == tmp_path / ".model.safeload-partial"
+    assert oct(area.path.stat().st_mode & 0o777) == "0o700"
+
+
+def test_only_chunks_that_are_the_signed_ones_are_good(area: WorkArea) -> None:
+    made = area.open_partial(entry())
+    assert made.recheck(nothing) == set()
+    made.write(0, DATA)
+    assert made.recheck(nothing) == {0, 1, 2, 3}
+    made.write(CHUNK_BYTES, b"!")
+    made.write(len(DATA) - 1, b"!")
+    assert made.recheck(nothing) == {0, 2}
+    made.close()
+
+
+def test_what_a_dead_process_left_is_taken_over_once(tmp_path: Path) -> None:
+    with WorkArea(tmp_path / "model") as area:
+        made = area.open_partial(entry())
+        made.write(CHUNK_BYTES, DATA[CHUNK_BYTES : 2 * CHUNK_BYTES])
+        made.close()
+    with WorkArea(tmp_path / "model") as area:
+        assert area.allocated(entry()) >= CHUNK_BYTES
+        first, second = area.open_partial(entry()), area.open_partial(entry())
+        assert (first.recheck(nothing), second.recheck(nothing)) == ({1}, set())
+        assert len(list((area.path / "partial").iterdir())) == 2
+        first.close()
+        second.close()
+
+
+def make_shorter(path: Path) -> None:
+    path.write_bytes(b"x")
+
+
+def make_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+
+
+def make_hard_link(path: Path) -> None:
+    os.link(path, path.parent.parent / "other")
+
+
+@pytest.mark.parametrize("spoil", [make_shorter, make_hard_link])
+def test_what_was_left_and_is_not_alone_or_not_as_long_is_not_taken(tmp_path: Path, spoil: Any) -> None:
+    with WorkArea(tmp_path / "model") as area:
+        made = area.open_partial(entry())
+        made.write(0, DATA)
+        made.close()
+        spoil(area.path / "partial" / made.name)
+    with WorkArea(tmp_path / "model") as area:
+        again = area.open_partial(entry())
+        assert again.recheck(nothing) == set()
+        assert os.fstat(again.fd).st_size == len(DATA)
+        assert [path.name for path in (area.path / "partial").iterdir()] == [again.name]
+        again.close()
+
+
+def test_a_link_in_the_place_of_what_was_left_is_not_followed(tmp_path: Path) -> None:
+    with WorkArea(tmp_path / "model") as area:
+        made = area.open_partial(entry())
+        made.close()
+        make_link(area.path / "partial" / made.name)
+    with WorkArea(tmp_path / "model") as area, pytest.raises(StagingError, match="cannot write a/b"):
+        area.open_partial(entry())
+
+
+def test_a_file_without_chunks_begins_anew(tmp_path: Path) -> None:
+    whole = entry(chunked=False)
+    with WorkArea(tmp_path / "model") as area:
+        made = area.open_partial(whole)
+        made.write(0, DATA)
+        made.close()
+    with WorkArea(tmp_path / "model") as area:
+        again = area.open_partial(whole)
+        assert os.pread(again.fd, 10, 0) == bytes(10)
+        again.close()
+
+
+@pytest.mark.parametrize("clones", [True, False])
+def test_chunks_of_another_file_are_taken_where_they_are_the_signed_ones(
+    tmp_path: Path, area: WorkArea, monkeypatch: pytest.MonkeyPatch, clones: bool
+) -> None:
+    if not clones:
+        monkeypatch.setattr(partial, "_clone", lambda *_: False)
+    other = bytearray(DATA)
+    other[2 * CHUNK_BYTES + 1] ^= 1
+    (tmp_path / "other").write_bytes(other)
+    made = area.open_partial(entry())
+    with (tmp_path / "other").open("rb") as file:
+        assert made.seed(file.fileno(), range(4), nothing) == {0, 1, 3}
+    assert made.recheck(nothing) == {0, 1, 3}
+    assert os.fstat(made.fd).st_ino != (tmp_path / "other").stat().st_ino
+    made.close()
+
+
+def room(monkeypatch: pytest.MonkeyPatch, *, free: int, files: int = 100, favail: int = 100) -> None:
+    class Found:
+        f_frsize = 4096
+        f_bavail = free // 4096
+        f_files = files
+        f_favail = favail
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Found)
+
+
+def test_room_is_counted_in_blocks_and_entries_with_some_to_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room(monkeypatch, free=MARGIN_BYTES + 3 * 4096)
+    require_space(tmp_path, [1, 4096, 4095])
+    with pytest.raises(StagingError, match="free disk space"):
+        require_space(tmp_path, [1, 4096, 4097])
+    room(monkeypatch, free=0)
+    require_space(tmp_path, [])
+    room(monkeypatch, free=2 * MARGIN_BYTES, favail=2)
+    with pytest.raises(StagingError, match="room for 3 files"):
+        require_space(tmp_path, [1, 1, 1])
+    room(monkeypatch, free=2 * MARGIN_BYTES, files=0, favail=0)
+    require_space(tmp_path, [1, 1, 1])
+
+
+def test_the_root_of_everything_is_no_target(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing can be fetched to"):
+        target_of("/")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match="cannot tell"):
+        target_of("\0")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert target_of(tmp_path / "link") == tmp_path / "real"
