@@ -23,11 +23,29 @@ GATE = [
     "formats/pickles/machine.py",
     "formats/pickles/constructors.py",
     "formats/pickles/results.py",
+    "formats/pickles/torch_constructors.py",
+    "formats/pickles/torch_machine.py",
+    "formats/gguf.py",
     "formats/inert.py",
+    "formats/npy.py",
+    "formats/npz.py",
+    "formats/pytorch.py",
+    "formats/safetensors.py",
+    "formats/shapes.py",
+    "formats/shard_index.py",
+    "formats/tensorflow.py",
+    "formats/zips.py",
     "scanning.py",
 ]
-TESTS = ["vectors", "constructors", "pickle_machine", "results", "inert", "opcodes", "scanning", "policy", "loading"]
-REFUSALS = {"refuse", "_fail", "_limit", "_refuse_field"}
+TESTS = [
+    *("vectors", "constructors", "pickle_machine", "results", "inert", "opcodes", "scanning", "policy", "loading"),
+    *("indexes", "format_gguf", "format_index", "format_npy", "format_npz", "format_pytorch", "format_safetensors"),
+    *("format_tensorflow", "format_zips"),
+]
+REFUSALS = {
+    *("refuse", "_fail", "_limit", "_refuse_field", "_refuse", "_exceeds", "_want", "require"),
+    *("check_name", "_check_names", "_check_padding"),
+}
 SECONDS = 120
 """A mutant that runs longer is noticed: its check was what ended a loop."""
 
