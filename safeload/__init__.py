@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from safeload.assembling import partition_rules
+    from safeload.auditing import Audit, audit
     from safeload.converting import convert, copy_verified
     from safeload.diffing import diff
     from safeload.errors import Finding, SafeloadError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "Finding",
     "Join",
     "LoadReport",
@@ -48,6 +50,7 @@ __all__ = [
     "SecretKey",
     "TensorSpec",
     "TrustedManifest",
+    "audit",
     "convert",
     "copy_verified",
     "diff",
@@ -62,6 +65,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Audit": "auditing",
     "Finding": "errors",
     "Join": "placing",
     "LoadReport": "tally",
@@ -74,6 +78,7 @@ _MODULES = {
     "SecretKey": "trust.keys",
     "TensorSpec": "tensors",
     "TrustedManifest": "manifest",
+    "audit": "auditing",
     "convert": "converting",
     "copy_verified": "converting",
     "diff": "diffing",

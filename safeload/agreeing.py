@@ -176,7 +176,7 @@ class Agreement:
             self._say(outcome)
             self._set(f"{self._folder}/seen/{self.process}", "1")
             if isinstance(err, Exception) and not self._stopped:
-                deadline = time.monotonic() + min(self._seconds, _FAREWELL_SECONDS)
+                deadline = time.monotonic() + max(0.0, min(_FAREWELL_SECONDS, self._seconds))
                 for other in self._others:
                     self._await(f"{self._folder}/seen/{other}", other, deadline, stops=False)
 
@@ -316,12 +316,11 @@ def together(*, seconds: float = HOST_TIMEOUT_SECONDS, connect: Callable[[], Any
     if outer is not None:
         yield outer
         return
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"expected a number of seconds to wait for other processes, found {seconds}")
     client, process, n_processes = (connect or _connect)()
     agreement = Agreement(client, process, n_processes, seconds=seconds)
     token = _current.set(agreement)
     try:
+        _require_time(seconds)
         yield agreement
         agreement.settle()
     except BaseException as err:
@@ -329,6 +328,11 @@ def together(*, seconds: float = HOST_TIMEOUT_SECONDS, connect: Callable[[], Any
         raise
     finally:
         _current.reset(token)
+
+
+def _require_time(seconds: float) -> None:
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"expected a number of seconds to wait for other processes, found {seconds}")
 
 
 def _connect() -> tuple[Any, int, int]:

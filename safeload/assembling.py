@@ -11,7 +11,9 @@ No collective is needed, and none may be: a host that refuses what it read must 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import jax
@@ -298,6 +300,17 @@ class GlobalArray:
                 hint="call jax.config.update('jax_enable_x64', True), or load it as numpy",
             )
 
+    @property
+    def layout(self) -> str:
+        """Which device of the job holds what, as a digest; nothing for devices of one process, which are its affair."""
+        devices: list[Any] = [] if self.sharding is None else list(self.sharding.device_set)
+        if self.sharding is None or len({device.process_index for device in devices}) < 2:
+            return ""
+        try:
+            return _layout(self.sharding, self.shape)
+        except Exception as err:
+            raise ShardingError(f"{self._described}: {escape(str(err))}") from err
+
     def _find_devices(self) -> dict[Block, list[Any]]:
         if self.sharding is None:
             return {whole(self.shape): [None]}
@@ -431,6 +444,14 @@ class GlobalArray:
             )
         except Exception as err:
             raise ShardingError(f"{self._described}: {escape(str(err))}") from err
+
+
+@lru_cache(maxsize=1024)
+def _layout(sharding: Sharding, shape: tuple[int, ...]) -> str:
+    # Thousands of tensors have few shardings and shapes, and a mesh may have thousands of devices.
+    placed: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    listed = sorted((device.id, str(block_of(index or (), shape))) for device, index in placed.items())
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def fresh(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

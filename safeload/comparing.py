@@ -55,16 +55,17 @@ class Comparison(Generic[T]):
 class ComparedSource(StreamSource):
     """A hashing source that takes the signed digests, too, of the same bytes in the same pass."""
 
-    def __init__(self, fd: int, path: str, signed: OmsFile, *, advance: Callable[[int], None]) -> None:
+    def __init__(self, fd: int, path: str, signed: OmsFile, *, peek_limit: int, advance: Callable[[int], None]) -> None:
         """Take over `fd`, and close it when the context is left.
 
         Args:
             fd: Descriptor from `Root.open`.
             path: What to call the file in errors.
+            peek_limit: Most bytes to peek at.
             signed: What it is held against.
             advance: Told how many bytes were hashed; what it raises ends the reading.
         """
-        super().__init__(fd, path, hashing=True, advance=advance)
+        super().__init__(fd, path, hashing=True, peek_limit=peek_limit, advance=advance)
         self._signed = signed
         # The whole file's SHA-256 is taken anyway; a second one of the same bytes would tell nothing new.
         self._digests = None if _is_plain(signed) else _Digests(signed)
@@ -133,6 +134,7 @@ def compare_files(
     oms: OmsManifest,
     *,
     look: Callable[[StreamSource, str], T],
+    peek_limit: int = 0,
     ignore: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Comparison[T]:
@@ -144,6 +146,7 @@ def compare_files(
         oms: The verified bundle.
         look: Told each file as a source, and its path, before the rest of it is hashed: what it parses is what is
             hashed. It is called from several threads.
+        peek_limit: Most bytes of a file that `look` may peek at.
         ignore: Files that may lie in the directory unsigned, with exactly these bytes: the bundle itself.
         progress: Told of the bytes that were hashed.
 
@@ -164,7 +167,7 @@ def compare_files(
             findings, sizes, ignored = _compare_file_set(root, oms, ignore)
         files = run(
             [(path, listed[path]) for path in sorted(listed.keys() & sizes.keys())],
-            lambda item, meter: _compare_file(root, *item, look, meter),
+            lambda item, meter: _compare_file(root, *item, look, meter, peek_limit=peek_limit),
             size=lambda item: sizes[item[0]],
             threads=n_processors(),
             phase="verifying",
@@ -208,10 +211,10 @@ def _compare_file_set(
 
 
 def _compare_file(
-    root: Root, path: str, signed: OmsFile, look: Callable[[StreamSource, str], T], meter: Meter
+    root: Root, path: str, signed: OmsFile, look: Callable[[StreamSource, str], T], meter: Meter, *, peek_limit: int
 ) -> ComparedFile[T]:
     try:
-        with ComparedSource(root.open(path), path, signed, advance=meter.advance) as source:
+        with ComparedSource(root.open(path), path, signed, peek_limit=peek_limit, advance=meter.advance) as source:
             looked = look(source, path)
             sha256 = source.finish()
             finding = source.compare(sha256)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol, TypeAlias, Unpack
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -200,7 +200,7 @@ def convert(
     held = hold(source, manifest=manifest, trust=trust, **expected)
     old = held.trusted.manifest
     plan = _plan(old)
-    is_inside = new_manifest.parent.resolve() == target.resolve()
+    is_inside = _is_inside(new_manifest, target, plan)
     with publishing_directory(target) as fresh:
         layout = _layout(to, fresh, plan, rules, shard_bytes)
         with _batches(source, held, budget, progress) as batches:
@@ -222,6 +222,10 @@ def convert(
         _require_same_values(plan, layout, made)
         envelope = sign_manifest(made, keys)
         if is_inside:
+            if new_manifest.name in made.by_path:
+                raise ConfigError(
+                    f"{escape(new_manifest.name)} is the name of the new manifest and of a file of tensors"
+                )
             publish(fresh / new_manifest.name, envelope)
     if not is_inside:
         publish(new_manifest, envelope)
@@ -234,6 +238,20 @@ def convert(
         tuple(file.path for file in made.files),
         (*plan.dropped, *left_out),
     )
+
+
+def _is_inside(new_manifest: Path, target: Path, plan: _Plan) -> bool:
+    """Return whether the new manifest is to lie in the new directory, where it is nobody else's name."""
+    parent, directory = new_manifest.parent.resolve(), target.resolve()
+    if parent != directory:
+        if parent.is_relative_to(directory):
+            message = f"the new manifest {escape(str(new_manifest))} would lie below the new directory's first level"
+            raise ConfigError(message, hint="put it into the directory itself, or beside it")
+        return False
+    if new_manifest.name.casefold() in {path.casefold() for path in plan.copied}:
+        message = f"{escape(new_manifest.name)} is the name of the new manifest and of a file to copy"
+        raise ConfigError(message, hint="put the new manifest beside the new directory: -o MANIFEST")
+    return True
 
 
 def copy_verified(
@@ -499,6 +517,7 @@ class _Npy:
                 hint="convert to safetensors",
             )
         self.places = {key: (_path(f"{item.name}.npy", plan), "") for key, item in plan.items.items()}
+        _require_apart([*(path for path, _ in self.places.values()), *plan.copied])
 
     def put(self, path: str, tensors: Mapping[str, HostTensor], tree: Any, view: memoryview) -> None:  # noqa: ARG002
         for name, tensor in tensors.items():
@@ -511,6 +530,24 @@ class _Npy:
 
     def finish(self) -> None:
         pass
+
+
+def _require_apart(paths: Sequence[str]) -> None:
+    """Refuse paths that cannot be files of one directory everywhere: one twice but for case, one below another."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        other = seen.setdefault(path.casefold(), path)
+        if other is not path:
+            raise ConfigError(
+                f"{escape(path)} and {escape(other)} would be one file on some systems", hint="convert to safetensors"
+            )
+    for path in paths:
+        for folder in PurePosixPath(path.casefold()).parents:
+            if str(folder) in seen:
+                raise ConfigError(
+                    f"{escape(seen[str(folder)])} would be a file, and the folder of {escape(path)}",
+                    hint="convert to safetensors",
+                )
 
 
 def _npy_header(array: Any) -> bytes:

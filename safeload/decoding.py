@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,11 +11,12 @@ import numpy as np
 
 from safeload.canonical import numpy_dtype, view
 from safeload.errors import StagingError, escape
+from safeload.manifest import Manifest
 from safeload.placing import Block, Casts, byte_ranges, within
 from safeload.records import record_class
 from safeload.scanning import AdmittedCheckpoint
 from safeload.staging import StagedFile
-from safeload.tensors import Extent, RecordValue, TensorSpec, Value
+from safeload.tensors import DType, Extent, RecordValue, TensorSpec, Value
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -171,6 +173,16 @@ def arrays(tree: Any, casts: Casts | None = None) -> Any:
             return type(tree)(**{name: arrays(child, casts) for name, child in tree.items()})
         case _:
             return tree
+
+
+def cast_bytes(manifest: Manifest, casts: Casts) -> int:
+    """Return how many bytes of copies `arrays` will make of what a manifest lists, for what is cast."""
+    total = 0
+    for entry in manifest.files:
+        for tensor in entry.tensors:
+            made = casts.dtype(tensor_path(entry.path, tensor.name), DType(tensor.dtype))
+            total += 0 if made.name == tensor.dtype else math.prod(tensor.shape) * made.itemsize
+    return total
 
 
 def _cast(tensor: HostTensor, casts: Casts) -> Array:

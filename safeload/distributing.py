@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from time import perf_counter
 from typing import Any, Final
 
@@ -25,8 +25,9 @@ from safeload.assembling import GlobalArray, Shardings
 from safeload.canonical import numpy_dtype
 from safeload.decoding import HostTensor, PartialTensor, decode, tensor_path
 from safeload.errors import ConfigError, Finding, PolicyError, ShardingError, StagingError, escape
+from safeload.formats.tensorflow import index_file_of
 from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
-from safeload.memory import available_memory
+from safeload.memory import available_memory, collect_garbage
 from safeload.placing import (
     Block,
     Casts,
@@ -183,6 +184,11 @@ def distribute(
                     progress=watched,
                     ignore=ignore,
                 )
+                # A parser's exception and its frames can hold each other, and so what they looked at, beyond this pass.
+                collect_garbage()
+        if agreement.n_processes > 1:
+            # Only now: where names do not tell, a tensor's sharding is known once its file was read.
+            agreement.claim("set of shardings", plan.layout_digest())
         started = perf_counter()
         result = {whole.path: assembling.finish(whole.tree) for whole in plan.wholes}
         tally.spend("assemble", started)
@@ -209,12 +215,12 @@ class _Plan:
         for whole in self.wholes:
             whole.shardings = below[whole.path]
             self._plan_arrays(whole)
-        # The data of a bundle are read by its index, which has to be staged beside them.
-        self._needs_siblings = any(entry.format == "tensorflow" for entry in self._entries.values())
-        self.wanted: dict[str, tuple[range, ...] | None] = (
-            dict.fromkeys(self._entries) if self._needs_siblings else dict(self._find_wanted())
-        )
+        self.wanted: dict[str, tuple[range, ...] | None] = dict(self._find_wanted())
+        # The data of a bundle are read by its index, in each pass.
+        self._index_of = dict(self._find_indexes())
+        index_bytes = sum(self._entries[index].size for index in set(self._index_of.values()))
         self.copies = max((self._copy_bytes(whole) for whole in self.wholes), default=0)
+        self._beside = self.copies + index_bytes
 
     # ---------------------------------------------------------------- who needs what
 
@@ -237,11 +243,18 @@ class _Plan:
         ]
         return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
+    def layout_digest(self) -> str:
+        """Return a digest of what lies on which device: two processes that differ there make arrays of two meanings."""
+        listed = [
+            [whole.path, name, offset, array.layout]
+            for whole in self.wholes
+            for (name, offset), array in sorted(whole.arrays.items())
+        ]
+        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
     def fits_as_it_is(self, limit: int) -> bool:
         """Whether to keep everything that is staged, as the arrays: it fits, and the devices use the host's memory."""
         arrays = [array for whole in self.wholes for array in whole.arrays.values()]
-        if self._needs_siblings:
-            return True
         if not all(array.is_on_host for array in arrays):
             return False
         needed = sum(self._needed_bytes(path, ranges) for path, ranges in self.wanted.items())
@@ -254,7 +267,7 @@ class _Plan:
         Raises:
             StagingError: A part of a file that is needed at once does not fit.
         """
-        room = limit - self.copies
+        room = limit - self._beside
         together: dict[str, tuple[range, ...] | None] = {}
         waiting: list[tuple[_Whole, int]] = []
         large: list[str] = []
@@ -289,7 +302,7 @@ class _Plan:
         if entry.chunks is None or not whole.is_told:
             raise StagingError(
                 f"{escape(path)} takes {needed:,} bytes at once, and there are {max(0, room):,} for it",
-                hint=f"give a memory budget of {needed + reserve + self.copies:,} bytes"
+                hint=f"give a memory budget of {needed + reserve + self._beside:,} bytes"
                 + ("" if entry.chunks is not None else "; or have it signed with digests of its chunks"),
             )
         frame = framing(map(_spec_of, entry.tensors), entry.size)
@@ -304,7 +317,7 @@ class _Plan:
                 raise StagingError(
                     f"{escape(tensor_path(path, key[0]))}: a shard of shape {block_shape(block)} takes {least:,} bytes "
                     f"at once, and there are {max(0, room):,} for it",
-                    hint=f"give a memory budget of {least + reserve + self.copies:,} bytes, or more devices a share",
+                    hint=f"give a memory budget of {least + reserve + self._beside:,} bytes, or more devices a share",
                 )
             some.setdefault(key, []).append(block)
             ranges = more
@@ -426,6 +439,14 @@ class _Plan:
             is_whole = widened(ranges, entry.size, has_chunks=True) == entry.size
             yield path, None if is_whole else ranges
 
+    def _find_indexes(self) -> Iterator[tuple[str, str]]:
+        """Yield each data file of a bundle with its index, both by path; a scan says where there is none."""
+        for path, entry in self._entries.items():
+            name = index_file_of(PurePosixPath(path).name) if entry.format == "tensorflow" else None
+            index = name and str(PurePosixPath(path).with_name(name))
+            if index and index in self._entries:
+                yield path, index
+
     def _source(self, path: str) -> tuple[_Whole, _Source]:
         if path not in self._sources:
             size = self._entries[path].size
@@ -456,10 +477,11 @@ class _Plan:
         ignore: Mapping[str, bytes],
     ) -> None:
         """Do one pass."""
+        indexes = {index: None for path, index in self._index_of.items() if path in one.wanted}
         with staging.stream(
             directory,
             self._trusted,
-            wanted=one.wanted,
+            wanted={**indexes, **one.wanted},
             memory_budget=budget,
             progress=progress,
             ignore=ignore,

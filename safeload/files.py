@@ -423,6 +423,7 @@ class StreamSource:
         self._checksums: dict[tuple[int, int], int] = {}
         self.refusal: FormatError | None = None
         self._peeked: list[tuple[int, bytes]] = []
+        self._kept: dict[tuple[int, int], bytes] = {}
         self._peek_room = peek_limit
         self._peek_limit = peek_limit
         self._advance = advance
@@ -492,12 +493,9 @@ class StreamSource:
         if self._hash is not None:
             if offset < self._position:
                 raise StagingError(f"{escape(self.path)}: byte {offset} was passed, and is to be peeked at")
-            at = bisect.bisect_left(self._peeked, (offset, b""))
-            for start, kept in self._peeked[at:]:
-                if start > offset:
-                    break
-                if len(kept) == end - offset:
-                    return kept
+            kept = self._kept.get((offset, end))
+            if kept is not None:
+                return kept
             self._peek_room -= max(0, end - offset)
             if self._peek_room < 0:
                 message = f"expected tables of at most {self._peek_limit:,} bytes in all, found more"
@@ -510,6 +508,7 @@ class StreamSource:
         data = b"".join(pieces)
         if self._hash is not None and data:
             bisect.insort(self._peeked, (offset, data))
+            self._kept[offset, end] = data
         return data
 
     def read_again(self, offset: int, nbytes: int) -> bytearray:
@@ -556,6 +555,7 @@ class StreamSource:
         """
         if self._hash is None:
             raise StagingError(f"{escape(self.path)} was opened without hashing")
+        self._kept.clear()
         self._hash_payloads()
         for _ in self._pieces(self._position, self.size):
             pass

@@ -27,7 +27,7 @@ from safeload.formats import Parsed
 from safeload.oms import OmsManifest, verify_bundle, write_bundle
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport, Progress, Report
-from safeload.scanning import file_report, parse, policy_facts, refused, scan
+from safeload.scanning import file_report, parse, peek_limit, policy_facts, refused, scan
 from safeload.trust.certificates import CertificateRoots
 from safeload.trust.store import SigstoreIdentity, Trust, load_trust, trust_items
 
@@ -101,7 +101,12 @@ def verify_bundle_files(
         StagingError: The directory could not be opened.
     """
     found = compare_files(
-        Path(directory), bundle, look=lambda source, path: parse(source, path, policy), ignore=ignore, progress=progress
+        Path(directory),
+        bundle,
+        look=lambda source, path: parse(source, path, policy),
+        peek_limit=peek_limit(policy),
+        ignore=ignore,
+        progress=progress,
     )
     files = tuple(_report(file) for file in found.files)
     facts = {**policy_facts(policy), **_bundle_facts(bundle), "ignored": list(found.ignored)}

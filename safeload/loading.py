@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any, Unpack
 
 from safeload.agreeing import HOST_TIMEOUT_SECONDS, Agreement, together
-from safeload.decoding import arrays, decode
+from safeload.decoding import arrays, cast_bytes, decode
 from safeload.errors import (
     ConfigError,
     DigestMismatchError,
@@ -25,12 +25,13 @@ from safeload.errors import (
     PolicyError,
     RejectedError,
     RollbackError,
+    StagingError,
     VerificationError,
     escape,
 )
 from safeload.expecting import Expectations, Expected, evidence, hinted, mixture_hint, require_trust_outside, run_facts
 from safeload.manifest import TrustedManifest
-from safeload.memory import track
+from safeload.memory import available_memory, track
 from safeload.placing import Casts, Join
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import Progress, Report
@@ -170,12 +171,13 @@ def _load(
     expected: Expectations,
 ) -> Mapping[str, Any]:
     started = perf_counter()
-    casts = None if cast is None else Casts(cast)
     if shardings is None:
+        casts = None if cast is None else Casts(cast)
         if joins:
             raise ConfigError("joins need shardings: one process has no use for the blocks of several as numpy arrays")
         held = hold(directory, manifest=manifest, trust=trust, **expected)
         tally.spend("manifest", started)
+        _require_room_to_cast(held.trusted, casts, memory_budget)
         tree = _stage_and_decode(
             directory, held, policy=policy, memory_budget=memory_budget, progress=progress, tally=tally
         )
@@ -185,6 +187,7 @@ def _load(
     try:
         # All processes of the job accept or refuse together, from here on: the manifest as well, which each has read.
         with together(seconds=host_timeout) as agreement:
+            casts = Casts(cast)
             held = hold(directory, manifest=manifest, trust=trust, **expected)
             tally.spend("manifest", started)
             placed = _place(
@@ -244,10 +247,10 @@ def load_placed(
         HostError: As `load`.
     """
     _require_jax()
-    casts = None if cast is None else Casts(cast)
     placed: Mapping[str, Any] = {}
     try:
         with together(seconds=host_timeout) as agreement:
+            casts = Casts(cast)
             placed = _place(
                 directory,
                 held,
@@ -277,7 +280,7 @@ def _place(
     memory_budget: int | str | None,
     place: Any,
     joins: Sequence[Join],
-    casts: Casts | None,
+    casts: Casts,
     progress: Progress | None,
 ) -> Mapping[str, Any]:
     # Late: jax takes half a second to import and claims devices, which verifying must not.
@@ -293,7 +296,7 @@ def _place(
             memory_budget=_bytes(memory_budget),
             place=place,
             joins=joins,
-            casts=casts or Casts({}),
+            casts=casts,
             agreement=agreement,
             tally=tally,
             progress=progress,
@@ -401,6 +404,21 @@ def _stage_and_decode(
     tally.spend("assemble", started)
     held.expectation.record(trusted)
     return tree
+
+
+def _require_room_to_cast(trusted: TrustedManifest, casts: Casts | None, memory_budget: int | str | None) -> None:
+    """Refuse before a byte is read: what is cast is a copy, which stands beside what is staged."""
+    copies = 0 if casts is None else cast_bytes(trusted.manifest, casts)
+    if not copies:
+        return
+    budget = _bytes(memory_budget)
+    limit, name = (available_memory(), "available memory") if budget is None else (budget, "the memory budget")
+    staged = trusted.manifest.totals.bytes
+    if staged + copies > limit:
+        raise StagingError(
+            f"staging takes {staged:,} bytes and what is cast takes {copies:,} beside them, {name} is {limit:,} bytes",
+            hint="free memory, or raise --memory-budget; with shardings, a file at a time is cast",
+        )
 
 
 def _bytes(memory_budget: int | str | None) -> int | None:

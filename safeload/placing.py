@@ -332,7 +332,7 @@ def preferred(join: Join, own: int | None) -> Iterator[str]:
 _FLOATS: Final = frozenset(
     name
     for name in DTYPE_ITEMSIZE
-    if name.startswith(("bfloat", "float")) and not name.startswith(("float4", "float6"))
+    if name.startswith(("bfloat", "float")) and not name.startswith(("float4_", "float6_"))
 )
 """What can be cast to. To make integers of floats is to quantize, which is the model's business."""
 

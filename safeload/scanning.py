@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from safeload.digests import new_blake3, sha256_hex
 from safeload.errors import (
@@ -32,7 +32,7 @@ from safeload.errors import (
 )
 from safeload.files import Root, StreamSource, require_outside
 from safeload.formats import MemorySource, Parsed, Siblings, Source
-from safeload.formats.detection import HEAD_BYTES, detect, looks_like_text
+from safeload.formats.detection import HEAD_BYTES, detect, looks_like_text, other_reading
 from safeload.formats.gguf import parse_gguf
 from safeload.formats.inert import check_inert, may_be_pickle
 from safeload.formats.npy import parse_npy
@@ -43,13 +43,16 @@ from safeload.formats.safetensors import parse_safetensors
 from safeload.formats.shard_index import is_index_name, parse_index
 from safeload.formats.tensorflow import TABLE_MAGIC, index_file_of, parse_bundle_data, parse_bundle_index
 from safeload.formats.zips import read_zip
-from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
 from safeload.memory import available_memory
 from safeload.parallel import Meter, n_processors, run
 from safeload.policy import DEFAULT_POLICY, Policy, is_policy_path, load_policy
 from safeload.report import FileReport, Progress, Report
-from safeload.staging import StagedCheckpoint, check_file_set
 from safeload.tensors import TENSOR_FORMATS, RecordValue, ShardIndex, TensorSpec, Value
+
+if TYPE_CHECKING:
+    # A plain scan has no manifest, and to import its models would take a tenth of the whole run.
+    from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
+    from safeload.staging import StagedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,7 @@ def _scan(
     with ExitStack() as stack:
         files: list[FileReport] = []
         findings: list[Finding] = []
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         roots: dict[str, Root] = {}
         for path in chosen:
             directory, name, size = _locate(str(path))
@@ -168,7 +171,7 @@ def _scan(
                     stack.close()
                 roots[directory] = stack.enter_context(Root(directory))
             root = roots[directory]
-            found = [_Job(str(path), name, size, root)] if name else list(_walk(str(path), root))
+            found = [Job(str(path), name, size, root)] if name else list(jobs_in(str(path), root))
             if not found:
                 message = "expected files, found an empty directory"
                 findings.append(Finding("nothing-to-scan", message, file=str(path), hint="check the path"))
@@ -201,11 +204,13 @@ def verify_files(
     Raises:
         StagingError: The directory could not be opened.
     """
+    from safeload.staging import check_file_set
+
     with Root(directory) as root:
         missing = check_file_set(root, trusted.manifest, ignore=ignore)
         absent = {finding.file for finding in missing}
         jobs = [
-            _Job(entry.path, entry.path, entry.size, root, entry)
+            Job(entry.path, entry.path, entry.size, root, entry)
             for entry in trusted.manifest.files
             if entry.path not in absent
         ]
@@ -265,6 +270,11 @@ def policy_facts(policy: Policy) -> dict[str, object]:
 # ---------------------------------------------------------------- one file
 
 
+def peek_limit(policy: Policy) -> int:
+    """Return how many bytes of a file `parse` may peek at: what the policy allows, and what tells a format."""
+    return policy.limits.max_inline_bytes + HEAD_BYTES + _PREFIX_BYTES + len(TABLE_MAGIC)
+
+
 def parse(source: Source, path: str, policy: Policy, siblings: Siblings | None = None) -> tuple[str, Parsed]:
     """Return the format of a file and what its parser says; the one place that picks the parser.
 
@@ -315,6 +325,12 @@ def _parse_content(source: Source, name: str, policy: Policy, siblings: Siblings
         message = "expected a safetensors file, found what some readers would run as a pickle as well"
         hint = "save it again with other metadata, if it is honest"
         return found, Parsed(refusal=FormatError(Finding("ambiguous-format", message, offset=0, hint=hint)))
+    if found in {"", "pickle", *_PARSERS} and not is_legacy(head) and (other := other_reading(head)) is not None:
+        message = f"expected a file of one format, found one that some readers would take for {other}"
+        hint = "save it again, if it is honest: the next one will begin otherwise"
+        return found or "unknown", Parsed(
+            refusal=FormatError(Finding("ambiguous-format", message, offset=0, hint=hint))
+        )
     if found in _PARSERS:
         return found, _PARSERS[found](source, policy)
     if kind is not None and kind.name != "pickle":
@@ -384,6 +400,8 @@ _SUFFIXES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         ".gguf": ("gguf",),
         ".pt": ("pytorch", "pickle"),
         ".pth": ("pytorch", "pickle"),
+        ".bin": ("pytorch", "pickle"),
+        ".ckpt": ("pytorch", "pickle"),
         ".pkl": ("pickle",),
         ".pickle": ("pickle",),
     }
@@ -430,14 +448,15 @@ class _StagedSiblings:
         return data
 
 
-class _SiblingsOnDisk:
+class SiblingsOnDisk:
     """The files beside one that is scanned on disk; `used` takes the digests of what was read of them."""
 
-    def __init__(self, job: _Job, used: dict[str, str]) -> None:
+    def __init__(self, job: Job, used: dict[str, str]) -> None:
         self._job = job
         self._used = used
 
     def read(self, name: str, limit: int) -> bytes | None:
+        """See `Siblings.read`."""
         job = self._job
         folder = job.path[: len(job.path) - len(PurePosixPath(job.path).name)]
         shown = job.shown[: len(job.shown) - len(PurePosixPath(job.shown).name)]
@@ -514,8 +533,8 @@ def index_findings(
             message = f"expected {escape(file)}, which the index names, found no such file of tensors"
             findings.append(Finding("index-file-missing", message, hint="scan the whole directory, or fetch the file"))
             continue
-        # A record's tensors lie one level below the name that the index has.
-        present = {tensor if tensor in listed else tensor.rpartition("/")[0] or tensor for tensor in table}
+        # A record's tensors lie one level below the name that the index has, and nothing lies at that name.
+        present = {name if name in listed else _record_of(name, table, listed) or name for name in table}
         if missing := sorted(listed - present):
             message = f"expected {escape(missing[0])} in {escape(file)}, as the index has it, found none"
             findings.append(Finding("index-disagrees", message, hint=_INDEX_HINT))
@@ -535,6 +554,12 @@ def index_findings(
         message = f"expected total_size {total}, the sum over its files, found {index.total_size}"
         findings.append(Finding("index-disagrees", message, hint=_INDEX_HINT))
     return tuple(findings)
+
+
+def _record_of(tensor: str, table: Collection[str], listed: Collection[str]) -> str | None:
+    """Return the listed name that this tensor is a part of; None if it stands for itself."""
+    whole = tensor.rpartition("/")[0]
+    return whole if whole in listed and whole not in table else None
 
 
 _INDEX_HINT: Final = "fetch the index and its files from one revision"
@@ -625,7 +650,7 @@ def file_report(path: str, kind: str, size: int | None, parsed: Parsed, sha256: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """One file to look at.
 
     Attributes:
@@ -658,13 +683,14 @@ def _locate(path: str) -> tuple[str, str, int]:
     return os.path.dirname(target), os.path.basename(target), status.st_size
 
 
-def _walk(directory: str, root: Root) -> Iterator[_Job]:
+def jobs_in(directory: str, root: Root) -> Iterator[Job]:
+    """Yield a job for each file below a directory, named as the user named that."""
     for walked in root.walk():
         shown = os.path.join(directory, walked.path)
-        yield _Job(shown, walked.path, walked.size, root, finding=walked.finding)
+        yield Job(shown, walked.path, walked.size, root, finding=walked.finding)
 
 
-def _run(jobs: Sequence[_Job], policy: Policy, progress: Progress | None, wanted: _Digests) -> list[FileReport]:
+def _run(jobs: Sequence[Job], policy: Policy, progress: Progress | None, wanted: _Digests) -> list[FileReport]:
     # Hashing leaves the interpreter's lock, so threads help there; parsing does not.
     used: dict[str, str] = {}
     files = run(
@@ -678,10 +704,10 @@ def _run(jobs: Sequence[_Job], policy: Policy, progress: Progress | None, wanted
     return check_indexes(files, used)
 
 
-def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests, used: dict[str, str]) -> FileReport:
+def _scan_job(job: Job, policy: Policy, meter: Meter, wanted: _Digests, used: dict[str, str]) -> FileReport:
     """Open, parse and, where a manifest or the caller asks for it, hash one file."""
     if job.finding is not None:
-        return _unread(job, FileSetError(job.finding))
+        return unread(job, FileSetError(job.finding))
     try:
         fd = job.root.open(job.path)
         with StreamSource(
@@ -691,20 +717,20 @@ def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests, used: d
             payload_digests=wanted.payloads,
             chunk_digests=wanted.chunks,
             blake3=wanted.blake3,
-            peek_limit=policy.limits.max_inline_bytes + HEAD_BYTES + len(TABLE_MAGIC),
+            peek_limit=peek_limit(policy),
             advance=meter.advance,
         ) as stream:
-            kind, parsed = parse(stream, job.shown, policy, _SiblingsOnDisk(job, used))
+            kind, parsed = parse(stream, job.shown, policy, SiblingsOnDisk(job, used))
             sha256 = stream.finish() if wanted.file else None
             if stream.refusal is not None and parsed.refusal is None:
                 parsed = refused(parsed, stream.refusal)
             if wanted.payloads and parsed.refusal is None:
-                parsed = replace(parsed, tensors=tuple(_with_digest(spec, stream) for spec in parsed.tensors))
+                parsed = replace(parsed, tensors=_with_digests(parsed.tensors, stream))
         if not wanted.file:
             meter.advance(job.size)
     except (FileSetError, StagingError) as err:
         # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
-        return _unread(job, err if isinstance(err, FileSetError) else FileSetError(Finding("unreadable", err.message)))
+        return unread(job, err if isinstance(err, FileSetError) else FileSetError(Finding("unreadable", err.message)))
     if job.entry is not None:
         parsed = check_digest(job.entry, sha256, stream.size, check_against(job.entry, kind, parsed))
     report = file_report(job.shown, kind, stream.size, parsed, sha256)
@@ -714,7 +740,8 @@ def _scan_job(job: _Job, policy: Policy, meter: Meter, wanted: _Digests, used: d
     return replace(report, chunks=chunks, blake3=stream.blake3, blake3_chunks=blake3_chunks)
 
 
-def _unread(job: _Job, refusal: FileSetError) -> FileReport:
+def unread(job: Job, refusal: FileSetError) -> FileReport:
+    """Return the report of a file that could not be read."""
     # The report names the file as the user did; what was met below the directory names it from there.
     findings = tuple(replace(finding, file=None) for finding in refusal.findings)
     return FileReport(job.shown, "unknown", None, findings=findings, error=type(refusal))
@@ -733,16 +760,30 @@ def check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parsed
     return refused(parsed, DigestMismatchError(finding, *others))
 
 
-def _with_digest(spec: TensorSpec, stream: StreamSource) -> TensorSpec:
-    """Add the digest of a tensor's canonical bytes."""
+def _with_digests(tensors: Sequence[TensorSpec], stream: StreamSource) -> tuple[TensorSpec, ...]:
+    """Add the digests of the tensors' canonical bytes, each of which is taken once, however many names it has."""
+    known: dict[tuple[object, ...], str] = {}
+    made = []
+    for spec in tensors:
+        key = spec.extent, spec.dtype, spec.shape, spec.order, spec.strides
+        if key not in known:
+            known[key] = _digest(spec, stream)
+        made.append(replace(spec, sha256=known[key]))
+    return tuple(made)
+
+
+def _digest(spec: TensorSpec, stream: StreamSource) -> str:
+    """Return the digest of a tensor's canonical bytes."""
     extent = spec.extent
     if extent.inline is None and spec.is_canonical:
-        return replace(spec, sha256=stream.digests[extent.offset, extent.nbytes])
+        return stream.digests[extent.offset, extent.nbytes]
     from safeload.canonical import canonical_bytes  # needs numpy, which a plain scan must not load
 
+    if extent.inline is not None:
+        return sha256_hex(canonical_bytes(extent.inline, spec))
     # Bytes that are wanted in another order than they streamed past are read a second time, and held for that.
     room = available_memory()
-    if extent.inline is None and 2 * extent.nbytes > room:
+    if 2 * extent.nbytes > room:
         raise StagingError(f"to put {extent.nbytes:,} bytes in C order takes twice as much memory, found {room:,}")
-    data = extent.inline if extent.inline is not None else stream.read_again(extent.offset, extent.nbytes)
-    return replace(spec, sha256=sha256_hex(canonical_bytes(data, spec)))
+    data = stream.read_again(extent.offset, extent.nbytes)
+    return sha256_hex(canonical_bytes(data, spec))

@@ -497,8 +497,8 @@ def stream(
     or the context is left; its memory is written to again only if nobody has any of it any more. What was made from a
     view, a slice or an array, stays valid as long as somebody has it, and counts against the budget as long.
 
-    Files without tensors come first, as others may be read by them (an index), then the largest: their threads end
-    close together if only small ones are left.
+    Indexes come first, as others are read by them, then other files without tensors, then the largest: their threads
+    end close together if only small ones are left.
 
     Args:
         directory: Where the checkpoint's files are.
@@ -535,7 +535,10 @@ def stream(
         limit = max(0, limit - sum(file.nbytes for file in files if file.entry.format == "index"))
         # Two batches shall fit, so that one is read while the other is used.
         room = max(1, min(BATCH_BYTES, limit // 2) // mmap.PAGESIZE) * mmap.PAGESIZE
-        plans = _plan([file for file in files if not file.entry.tensors], room=room, alone=room)
+        # Indexes before all: a data file of a bundle can be without tensors, and is read by one as well.
+        plans = _plan([file for file in files if file.entry.format == "index"], room=room, alone=room)
+        bare = [file for file in files if not file.entry.tensors and file.entry.format != "index"]
+        plans += _plan(bare, room=room, alone=room)
         rest = sorted((file for file in files if file.entry.tensors), key=lambda file: -file.nbytes)
         plans += _plan(rest, room=room, alone=room)
         for plan in plans:

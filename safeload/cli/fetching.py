@@ -65,23 +65,25 @@ class Reach(NamedTuple):
     allow_private: Sequence[str] | None
     allow_http: Sequence[str] | None
 
-    def access(self, source: str) -> Access:
+    def access(self, source: str, connections: int | None = None) -> Access:
         """Return what they come to.
 
         Args:
             source: The source that a token is for: its host gets it, and no other, mirrors least of all.
+            connections: Most connections to one source; None for the usual number.
 
         Raises:
             ConfigError: The token cannot be read.
         """
-        from safeload.fetching.sources import Access, read_token
+        from safeload.fetching.sources import DEFAULT_ACCESS, Access, read_token
 
         return Access(
             endpoint=self.endpoint,
             token=None if self.token_file is None else read_token(self.token_file),
-            token_origin=source if source.startswith(("https://", "http://")) else None,
+            token_origin=source if source.lower().startswith(("https://", "http://")) else None,
             allow_private=frozenset(self.allow_private or ()),
             allow_http=frozenset(self.allow_http or ()),
+            connections=connections or DEFAULT_ACCESS.connections,
         )
 
 
@@ -231,7 +233,7 @@ def fetch(
             trust=trust,
             mirrors=mirror or [],
             policy=policy,
-            access=reach.access(source),
+            access=reach.access(source, connections),
             incremental=incremental,
             reuse=reuse or [],
             connections=connections,
@@ -294,8 +296,7 @@ def _fetch_unsigned(
     from safeload.fetching.sources import open_source
     from safeload.fetching.unsigned import fetch_unsigned, list_files
 
-    throttle = Throttle(rate)
-    with open_source(source, reach.access(source)) as opened, out.progress() as progress:
+    with open_source(source, reach.access(source, connections)) as opened, out.progress() as progress:
         if dry_run:
             return _show_plan(out, list_files(opened), n_present=0)
         records = fetch_unsigned(
@@ -303,7 +304,7 @@ def _fetch_unsigned(
             directory,
             policy=policy,
             connections=connections,
-            advance=lambda nbytes: throttle.take(nbytes, lambda: None),
+            throttle=Throttle(rate),
             progress=progress,
         )
     place = str(_quarantine(directory).path)
@@ -351,6 +352,7 @@ class _Watcher:
         self._bars: _Bars | None = None
         self._begun: tuple[float, int] | None = None  # when, and how many bytes were there then
         self._told = clock()
+        self._complained: float | None = None
         self._n_files = 0
 
     def __enter__(self) -> Self:
@@ -379,9 +381,17 @@ class _Watcher:
         self._out.object(event.to_json())
         if self._bars is not None:
             self._bars.file(event)
-        if event.message is not None and not self._out.json and (self._out.verbose or event.kind != "retry"):
+        if event.message is not None and not self._out.json and (event.kind != "retry" or self._is_due()):
             where = f"{shown(event.mirror)}: " if event.mirror else ""
             self._out.note(f"safeload: {where}{shown(event.path)}: {text.printable(event.message)}")
+
+    def _is_due(self) -> bool:
+        """Whether to tell of a failure that is not the end: at once of the first, and then now and then."""
+        now = self._clock()
+        is_due = self._complained is None or now - self._complained >= _LINE_SECONDS
+        if is_due:
+            self._complained = now
+        return is_due or self._out.verbose
 
 
 def progress_line(n_files: int, done: int, total: int, now: float, begun: tuple[float, int]) -> str:

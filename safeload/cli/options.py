@@ -50,8 +50,23 @@ Paths = Annotated[
     list[str],
     typer.Argument(metavar="PATH...", help="files and directories, or URLs: https://, hf://", show_default=False),
 ]
+
+
+def _complete_policy(incomplete: str) -> list[str]:
+    from safeload.policy import shipped_policies
+
+    return [name for name, _ in shipped_policies() if name.startswith(incomplete)]
+
+
 Policy = Annotated[
-    str, typer.Option("-p", "--policy", metavar="POLICY", help="what to allow: a shipped name or a path")
+    str,
+    typer.Option(
+        "-p",
+        "--policy",
+        metavar="POLICY",
+        help="what to allow: a shipped name or a path",
+        autocompletion=_complete_policy,
+    ),
 ]
 Manifest = Annotated[
     Path, typer.Option("-m", "--manifest", metavar="MANIFEST", help="the signed manifest", show_default=False)

@@ -32,11 +32,6 @@ app = typer.Typer(
 _MAX_KEY_FILE_BYTES = 64 * 1024
 """A public key of P-521 takes 270 bytes in PEM; a longer file is none."""
 
-_INIT_EPILOG = (
-    "Example: safeload trust init -o trust.json --root root.pub --publisher xai --stream 'hf:xai-org/*' "
-    "--publisher-key xai.pub --sign root"
-)
-
 _Store = Annotated[Path, typer.Argument(metavar="STORE", help="the trust store", show_default=False)]
 _New = Annotated[
     Path, typer.Option("-o", "--output", metavar="NEW", help="the trust store to make", show_default=False)
@@ -62,7 +57,7 @@ _NotAfter = Annotated[
 ]
 
 
-@app.command(cls=options.Command, epilog=_INIT_EPILOG)
+@app.command(cls=options.Command)
 def init(
     output: _New,
     root: Annotated[

@@ -59,7 +59,10 @@ def resolve(host: str, port: int, *, allow_private: frozenset[str] = frozenset()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as err:  # a label that is too long is a UnicodeError
-        raise FetchError(f"cannot find the address of {shown}: {reason(err)}", hint="check the URL") from err
+        # Some names are not there, and others cannot be looked up just now.
+        lasting = not isinstance(err, socket.gaierror) or err.errno == socket.EAI_NONAME
+        message = f"cannot find the address of {shown}: {reason(err)}"
+        raise FetchError(message, lasting=lasting, hint="check the URL") from err
     addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
     if host.lower() in allow_private:
         return addresses

@@ -34,6 +34,7 @@ from safeload.errors import (
     reason,
 )
 from safeload.expecting import Expectations, Expected, evidence, require_trust_outside
+from safeload.fetching.http import watched
 from safeload.fetching.mirrors import Attempts, Mirror, Mirrors, Pacing, Throttle
 from safeload.fetching.partial import (
     PartialFile,
@@ -46,9 +47,8 @@ from safeload.fetching.partial import (
     work_area_of,
 )
 from safeload.fetching.quarantine import Quarantine
-from safeload.fetching.sources import Access, open_source
+from safeload.fetching.sources import Access, HttpSource, open_source
 from safeload.files import Root, StreamSource
-from safeload.formats.detection import HEAD_BYTES
 from safeload.manifest import FileEntry, Manifest, TrustedManifest
 from safeload.parallel import Meter, run
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
@@ -59,6 +59,7 @@ from safeload.scanning import (
     file_report,
     index_findings,
     parse,
+    peek_limit,
     policy_facts,
     refused,
     require_policy_outside,
@@ -362,7 +363,10 @@ def _prepare(
 
 def _opened(item: str | Path | Mirror, access: Access | None, stack: contextlib.ExitStack) -> Mirror:
     if isinstance(item, str | Path):
-        return stack.enter_context(open_source(str(item), access or Access()))
+        source = stack.enter_context(open_source(str(item), access or Access()))
+        if isinstance(source, HttpSource):
+            source.require_folder()
+        return source
     return item
 
 
@@ -696,11 +700,12 @@ class _Fetch:
         reports = [outcome.report for outcome in outcomes.values() if outcome.report is not None]
         if errors and not any(report.findings for report in reports):
             path, error = next(iter(errors.items()))
+            again = "run again to go on: what was verified is kept; --mirror names another place to ask"
             raise FetchError(
                 f"{len(errors)} of {len(outcomes)} files could not be fetched; {escape(path)}: {error.message}",
                 mirror=error.mirror,
                 status=error.status,
-                hint="run again to go on: what was verified is kept; --mirror names another place to ask",
+                hint=again if error.hint is None else f"{error.hint}; {again}",
             ) from error
         files = []
         for entry in self._wanted.manifest.files:
@@ -828,7 +833,7 @@ class _Fetch:
             wait(pending)
 
     def _stream(self, fd: int, entry: FileEntry, advance: Callable[[int], None]) -> StreamSource:
-        room = self._wanted.rules.limits.max_inline_bytes + 2 * HEAD_BYTES
+        room = peek_limit(self._wanted.rules)
         return StreamSource(fd, entry.path, hashing=True, peek_limit=room, advance=advance)
 
     def _judge(self, entry: FileEntry, source: StreamSource | _Following, stream: StreamSource) -> FileReport:
@@ -923,6 +928,9 @@ class _Fetch:
             is_there = self._until_right(entry, where, expected.hex(), pull, arrival, meter)
         if is_there:
             arrival.arrived(index)
+            if entry.size > CHUNK_BYTES:
+                # Now, and not at the file's end: a power cut takes no piece that was told of. The room is free by now.
+                partial.sync()
             self._tell("piece", entry.path, done=arrival.done, size=entry.size)
 
     @contextlib.contextmanager
@@ -1028,6 +1036,7 @@ class _Fetch:
         try:
             pieces = mirror.read(entry.path, where.start, where.stop, entry.size)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(watched(lambda: meter.advance(0)))
                 if hasattr(pieces, "close"):
                     stack.callback(pieces.close)
                 for piece in pieces:

@@ -6,18 +6,19 @@ checked elsewhere; here a server is kept from costing time, memory, disk or cred
 
 from __future__ import annotations
 
+import queue
 import re
 import ssl
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import certifi
 import httpcore
@@ -35,6 +36,20 @@ MAX_RETRY_AFTER_SECONDS: Final = 24 * 60 * 60
 
 _PIECE_BYTES: Final = 512 * 1024
 """Read from a socket at a time: few calls, and still hashed while in the processor's cache."""
+
+_MAX_HEAD_BYTES: Final = 2 * _PIECE_BYTES
+"""Most bytes to take for the head of a response, what came with it of its body included. The parser bounds each part of
+a head; without this, informational responses (1xx) could follow one another for as long as a head may take."""
+
+_FRAMING_BYTES: Final = 1024 * 1024
+"""Most bytes beside twice the content for how it is sent: the lengths of its chunks, their extensions and trailers.
+Without this a server could be fast by what it sends and bring nothing for as long as it likes."""
+
+_DRAINED_BYTES: Final = 64 * 1024
+"""Longest body of a redirect that is read, so that the connection can be used again."""
+
+_POLL_SECONDS: Final = 0.25
+"""How long somebody who waits for a server goes without looking whether to stop."""
 
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _LASTING: Final = frozenset({400, 401, 403, 404, 405, 410, 414, 416, 451})
@@ -95,6 +110,32 @@ class RemoteFile:
     etag: str | None
 
 
+_WATCHED: Final = threading.local()
+
+T = TypeVar("T")
+
+
+@contextmanager
+def watched(alive: Callable[[], object]) -> Iterator[None]:
+    """Have something called a few times a second while this thread waits for a server, whatever it waits for.
+
+    Args:
+        alive: What to call; what it raises ends the waiting, and comes out of the call that waited.
+    """
+    before = getattr(_WATCHED, "alive", None)
+    _WATCHED.alive = alive
+    try:
+        yield
+    finally:
+        _WATCHED.alive = before
+
+
+def _look_whether_to_stop() -> None:
+    alive = getattr(_WATCHED, "alive", None)
+    if alive is not None:
+        alive()
+
+
 def shown(url: str) -> str:
     """Return a URL as it may be printed: without credentials, query and fragment, escaped."""
     try:
@@ -149,16 +190,13 @@ class Client:
             scheme, host, _ = self._token_origin
             if not host or (scheme != "https" and not is_loopback(host)):
                 raise ConfigError("a token is sent over https only", hint="give its origin as https://host")
-        transport = _Transport(_context(ca_file), max_connections, _Backend(self._timing, self._allow_private))
-        # `trust_env`: proxies, certificates and .netrc of the environment decide nothing.
-        self._http = httpx.Client(
-            transport=transport,
-            trust_env=False,
-            follow_redirects=False,
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            headers={"user-agent": user_agent},
-            timeout=httpx.Timeout(self._timing.read, connect=self._timing.connect, pool=60.0),
-        )
+        self._user_agent = user_agent
+        # Not `httpx.Client`: that one logs each URL, and where a redirect leads can hold a signature that gives access;
+        # and it keeps cookies and asks the environment for proxies, certificates and .netrc, which decide nothing here.
+        self._transport = _Transport(_context(ca_file), max_connections, _Backend(self._timing, self._allow_private))
+        # To wait for a connection of our own that is in use is no fault of the server, and ends when that does.
+        timeout = httpx.Timeout(self._timing.read, connect=self._timing.connect, pool=None)
+        self._extensions = {"timeout": timeout.as_dict()}
 
     def __enter__(self) -> Self:
         """Return the client itself."""
@@ -166,7 +204,7 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         """Close every connection."""
-        self._http.close()
+        self._transport.close()
 
     def stat(self, url: str) -> RemoteFile:
         """Ask what a server says of a file, by HEAD.
@@ -204,7 +242,7 @@ class Client:
             _require_status(response, {200})
             _require_identity(response)
             pieces = bytearray()
-            for piece in _pieces(response):
+            for piece in _pieces(response, limit):
                 pieces += piece
                 if len(pieces) > limit:
                     raise _bad(response, f"expected at most {limit} bytes, found more")
@@ -248,7 +286,7 @@ class Client:
                 most = _require_whole(response, start, stop, size)
             wanted = stop - start
             got = 0
-            for piece in _pieces(response):
+            for piece in _pieces(response, wanted):
                 got += len(piece)
                 if got <= wanted:
                     yield piece
@@ -272,18 +310,20 @@ class Client:
         for _ in range(MAX_REDIRECTS + 1):
             self._require_allowed(here)
             origin = _origin(here)
-            sent = {**headers, "accept": "*/*", "accept-encoding": "identity"}
+            sent = {**headers, "user-agent": self._user_agent, "accept": "*/*", "accept-encoding": "identity"}
             if self._token is not None and with_token and origin == self._token_origin:
                 sent["authorization"] = f"Bearer {self._token.secret}"
             with _plainly(str(here)):
-                response = self._http.send(self._http.build_request(method, here, headers=sent), stream=True)
+                request = httpx.Request(method, here, headers=sent, extensions=self._extensions)
+                response = self._answer(request)
             try:
                 if response.status_code not in _REDIRECTS:
                     with _plainly(str(here)):
                         yield response
                     return
+                following = _following(response)
                 with _plainly(str(here)):
-                    following = here.join(response.headers.get("location", ""))
+                    _drain(response)
             finally:
                 response.close()
             if here.scheme == "https" and following.scheme != "https":
@@ -301,6 +341,24 @@ class Client:
             lasting=True,
         )
 
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        """Return the answer to a request, which goes out again if its server had closed the connection meanwhile.
+
+        That the server closes one is no failure of it (RFC 9112, 9.3.1), and nothing of the answer was seen.
+        """
+        while True:
+            _WATCHED.has_connected = False
+            try:
+                response = self._transport.handle_request(request)
+            except httpx.TransportError as err:
+                is_closed = isinstance(err.__cause__, httpcore.NetworkError | httpcore.RemoteProtocolError)
+                # Each such connection is gone from the pool, so that in the end there is a new one.
+                if _WATCHED.has_connected or not is_closed:
+                    raise
+            else:
+                response.request = request
+                return response
+
     def _require_allowed(self, url: httpx.URL) -> None:
         where = shown(str(url))
         if url.userinfo:
@@ -317,6 +375,24 @@ class Client:
                 lasting=True,
                 hint=f"if nobody between can read or change what is sent, name it: --allow-http {escape(host)}",
             )
+
+
+def _following(response: httpx.Response) -> httpx.URL:
+    said = response.headers.get("location", "")
+    try:
+        if said:
+            return response.url.join(said)
+    except (httpx.InvalidURL, ValueError) as err:
+        raise _bad(response, "expected a redirect to a URL, found another Location", lasting=True) from err
+    raise _bad(response, "expected a redirect to a URL, found no Location", lasting=True)
+
+
+def _drain(response: httpx.Response) -> None:
+    """Read the body of a redirect where it is short: a hub has one for each piece of a file."""
+    length = response.headers.get("content-length", "")
+    if _DIGITS.fullmatch(length) and int(length) <= _DRAINED_BYTES:
+        for _ in _pieces(response, _DRAINED_BYTES):
+            pass
 
 
 def _origin(url: httpx.URL) -> tuple[str, str, int]:
@@ -348,10 +424,12 @@ def _plainly(url: str) -> Iterator[None]:
     except (httpx.HTTPError, httpx.StreamError, httpcore.ConnectionNotAvailable, OSError, ValueError) as err:
         # ValueError: of what a server sends in a header, where httpx takes it for a URL or for ASCII.
         why = escape(str(err)) or type(err).__name__
-        raise FetchError(f"cannot read {where}: {why}", mirror=where) from err
+        # Whose certificate it is does not change from one second to the next.
+        lasting = isinstance(err.__cause__, httpcore.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in why
+        raise FetchError(f"cannot read {where}: {why}", mirror=where, lasting=lasting) from err
 
 
-def _bad(response: httpx.Response, message: str, *, lasting: bool = False) -> FetchError:
+def _bad(response: httpx.Response, message: str, *, lasting: bool = False, hint: str | None = None) -> FetchError:
     where = shown(str(response.url))
     kind = escape(response.headers.get("content-type", "none"), limit=60)
     return FetchError(
@@ -359,6 +437,7 @@ def _bad(response: httpx.Response, message: str, *, lasting: bool = False) -> Fe
         mirror=where,
         status=response.status_code,
         lasting=lasting,
+        hint=hint,
     )
 
 
@@ -413,7 +492,11 @@ def _require_range(response: httpx.Response, start: int, stop: int, size: int | 
 def _require_whole(response: httpx.Response, start: int, stop: int, size: int | None) -> int:
     """Return how many bytes a response without a range may have."""
     if start:
-        raise _bad(response, f"expected status 206 for the bytes from {start}, found the whole file")
+        raise _bad(
+            response,
+            f"expected status 206 for the bytes from {start}, found the whole file",
+            hint="name a mirror that serves ranges (Accept-Ranges: bytes)",
+        )
     if size is None:
         return stop + 1  # whatever follows is not read
     _require_length(response, size)
@@ -427,10 +510,10 @@ def _require_length(response: httpx.Response, nbytes: int) -> None:
         raise _bad(response, f"expected {nbytes} bytes, found a Content-Length of {escape(length, limit=40)}")
 
 
-def _pieces(response: httpx.Response) -> Iterator[bytes]:
+def _pieces(response: httpx.Response, nbytes: int) -> Iterator[bytes]:
     stream = response.extensions.get("network_stream")
     if isinstance(stream, _Stream):
-        stream.begin_body()
+        stream.begin_body(nbytes)
     return response.iter_raw()
 
 
@@ -444,6 +527,7 @@ class _Stream(httpcore.NetworkStream):
         self._inner = inner
         self._timing = timing
         self._head_until: float | None = None
+        self._room = _MAX_HEAD_BYTES
         self._waited = 0.0
         self._got = 0
 
@@ -454,10 +538,24 @@ class _Stream(httpcore.NetworkStream):
             if left <= 0:
                 raise httpcore.ReadTimeout(f"no complete response head within {self._timing.headers:g} s")
             timeout = left if timeout is None else min(timeout, left)
-        data = self._inner.read(max(max_bytes, _PIECE_BYTES), timeout)
+        data = self._read(max(max_bytes, _PIECE_BYTES), None if timeout is None else before + timeout)
+        self._room -= len(data)
+        if self._room < 0:
+            raise httpcore.RemoteProtocolError("expected content, found mostly what is sent around it")
         if self._head_until is None:
             self._measure(time.monotonic() - before, len(data))
         return data
+
+    def _read(self, max_bytes: int, until: float | None) -> bytes:
+        while True:
+            _look_whether_to_stop()
+            left = _POLL_SECONDS if until is None else until - time.monotonic()
+            try:
+                # Of 0 seconds the system would make a socket that never waits.
+                return self._inner.read(max_bytes, max(0.001, min(left, _POLL_SECONDS)))
+            except httpcore.ReadTimeout:
+                if until is not None and time.monotonic() >= until:
+                    raise
 
     def _measure(self, seconds: float, nbytes: int) -> None:
         # Only the waiting counts, so that a consumer who takes its time does not make its mirror look slow.
@@ -470,14 +568,16 @@ class _Stream(httpcore.NetworkStream):
             raise httpcore.ReadTimeout(f"{rate:.0f} bytes a second, expected at least {self._timing.min_rate}")
         self._waited, self._got = 0.0, 0
 
-    def begin_body(self) -> None:
-        """Be told that the response's head is complete."""
+    def begin_body(self, nbytes: int) -> None:
+        """Be told that the response's head is complete, and how much of its content is wanted."""
         self._head_until = None
+        self._room = 2 * nbytes + _FRAMING_BYTES
         self._waited, self._got = 0.0, 0
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._inner.write(buffer, timeout)
         self._head_until = time.monotonic() + self._timing.headers
+        self._room = _MAX_HEAD_BYTES
 
     def close(self) -> None:
         self._inner.close()
@@ -485,7 +585,8 @@ class _Stream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
-        return _Stream(self._inner.start_tls(ssl_context, server_hostname, timeout), self._timing)
+        made = _aside(lambda: self._inner.start_tls(ssl_context, server_hostname, timeout))
+        return _Stream(made, self._timing)
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)
@@ -508,14 +609,63 @@ class _Backend(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         failure: Exception | None = None
-        for address in resolve(host, port, allow_private=self._allow_private):
+        for address in _resolved(host, port, self._allow_private, timeout):
             try:
-                stream = self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
+                stream = _aside(
+                    lambda address=address: self._inner.connect_tcp(  # type: ignore[misc] # mypy has no type for it
+                        address, port, timeout, local_address, socket_options
+                    )
+                )
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as err:
                 failure = err
             else:
+                _WATCHED.has_connected = True
                 return _Stream(stream, self._timing)
+        _WATCHED.has_connected = True
         raise failure or httpcore.ConnectError("no address")
+
+
+def _resolved(host: str, port: int, allow_private: frozenset[str], timeout: float | None) -> list[str]:
+    try:
+        return _aside(lambda: resolve(host, port, allow_private=allow_private), timeout)
+    except TimeoutError as err:
+        message = f"cannot find the address of {escape(host)}: no answer within {timeout:g} s"
+        raise FetchError(message, hint="check the URL, and how this machine looks up names") from err
+
+
+def _aside(call: Callable[[], T], timeout: float | None = None) -> T:
+    """Return what a call of the system returns that nothing can end, from a thread that is left to itself if need be.
+
+    Args:
+        call: Ends some time, for example by a timeout of its own.
+        timeout: Seconds to wait for it at most.
+
+    Raises:
+        BaseException: What the call raised.
+        TimeoutError: It took longer.
+    """
+    answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answer.put((call(), None))
+        except BaseException as err:  # noqa: BLE001 - raised again below
+            answer.put((None, err))
+
+    # A daemon: the process does not wait for it either.
+    threading.Thread(target=work, name="safeload-connect", daemon=True).start()
+    until = None if timeout is None else time.monotonic() + timeout
+    while True:
+        _look_whether_to_stop()
+        try:
+            value, err = answer.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError from None
+            continue
+        if err is not None:
+            raise err
+        return value  # type: ignore[return-value] # None only where the call returns that
 
 
 class _Transport(httpx.BaseTransport):

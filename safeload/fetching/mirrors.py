@@ -173,9 +173,16 @@ class Mirrors:
                 return
             line.in_a_row += 1
             pacing = self._pacing
+            # Where nobody ever was, one look after the pause is enough: most likely the URL is wrong.
+            is_still_absent = (
+                error.status is None
+                and not line.nbytes
+                and line.in_a_row > pacing.breaker
+                and self._clock() >= line.ready_at
+            )
             delay = min(pacing.first_delay * 2 ** min(line.in_a_row - 1, 30), pacing.longest_delay)
             delay *= _JITTER.uniform(0.5, 1.0)
-            if line.in_a_row % pacing.breaker == 0:
+            if line.in_a_row % pacing.breaker == 0 or is_still_absent:
                 line.openings += 1
                 delay = max(delay, pacing.cooldown)
                 if line.openings >= pacing.openings:
@@ -213,6 +220,19 @@ class Mirrors:
     def _is_ready(self, line: Line, now: float) -> bool:
         is_on_trial = line.in_a_row >= self._pacing.breaker
         return line.in_use < (1 if is_on_trial else self._connections) and line.ready_at <= now
+
+
+def pause(seconds: float, alive: Callable[[], object]) -> None:
+    """Wait, and look from time to time whether to stop.
+
+    Args:
+        seconds: How long.
+        alive: Called meanwhile; what it raises ends the waiting.
+    """
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        alive()
+        time.sleep(min(left, _POLL_SECONDS))
 
 
 class Throttle:

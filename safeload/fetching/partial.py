@@ -41,7 +41,12 @@ _FICLONERANGE: Final = 0x4020940D
 """`_IOW(0x94, 13, struct file_clone_range)` of linux/fs.h: share blocks with another file until one of them changes."""
 
 
-_SYNC_FILE_RANGE: Final = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_FALLOCATE: Final = getattr(_LIBC, "fallocate", None)
+if _FALLOCATE is not None:
+    _FALLOCATE.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+_SYNC_FILE_RANGE: Final = getattr(_LIBC, "sync_file_range", None)
 if _SYNC_FILE_RANGE is not None:
     _SYNC_FILE_RANGE.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _SYNC_FILE_RANGE_WRITE: Final = 2
@@ -142,7 +147,7 @@ class PartialFile:
         return taken
 
     def sync(self) -> None:
-        """Bring the content to disk.
+        """Bring the content to disk: after a power cut it is there, for a later run to find.
 
         Raises:
             StagingError: The disk does not take it.
@@ -322,6 +327,7 @@ class WorkArea:
             fd = os.open(name, _NEW, 0o644, dir_fd=self._partial)
             try:
                 os.ftruncate(fd, entry.size)
+                _reserve(fd, entry.size)
             except BaseException:
                 os.close(fd)
                 raise
@@ -465,6 +471,21 @@ def require_space(directory: Path, sizes: Sequence[int]) -> None:
 def _no_room(path: str, err: OSError) -> StagingError:
     hint = "free some disk space and run again: what was verified is kept" if err.errno == errno.ENOSPC else None
     return StagingError(f"cannot write {escape(path)}: {reason(err)}", hint=hint)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Take the disk space of a file before its bytes come, where the file system can; what is not written stays a hole.
+
+    Not by `os.posix_fallocate`, which writes zeros itself where the file system cannot: that takes as long as the file
+    is, and a later run would take them for what an earlier one fetched.
+
+    Raises:
+        OSError: There is no room.
+    """
+    if _FALLOCATE is not None and nbytes and _FALLOCATE(fd, 0, 0, nbytes):
+        number = ctypes.get_errno()
+        if number in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise OSError(number, os.strerror(number))
 
 
 def _begin_writeback(fd: int, offset: int, nbytes: int) -> None:

@@ -6,7 +6,6 @@ brings, and no digest was checked: it tells what a checkpoint claims to be, befo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from threading import Lock
 from typing import Final
 
 from safeload.errors import FetchError, FileSetError, Finding, LimitError, RejectedError, escape
+from safeload.fetching.http import watched
+from safeload.fetching.mirrors import pause as pause_for
 from safeload.fetching.sources import (
     DEFAULT_ACCESS,
     Access,
@@ -90,7 +91,7 @@ class RangeSource:
         max_bytes: int = MAX_BYTES_A_FILE,
         peek_limit: int = MAX_BYTES_A_FILE,
         alive: Callable[[], object] = lambda: None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         """Name the file.
 
@@ -102,7 +103,7 @@ class RangeSource:
             max_bytes: Most bytes to ask for.
             peek_limit: Most bytes to peek at, as the policy has it.
             alive: Called before each request; what it raises ends the reading.
-            sleep: Waits between tries.
+            sleep: Waits between tries; None to look meanwhile whether to stop.
         """
         self.size = stat.size
         self._source = source
@@ -113,7 +114,7 @@ class RangeSource:
         self._room = max_bytes
         self._peek_room = self._peek_limit = peek_limit
         self._alive = alive
-        self._sleep = sleep
+        self._sleep = sleep or (lambda seconds: pause_for(seconds, alive))
         self._kept: list[tuple[int, bytes]] = []  # pieces by offset, the one that came last at the end
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -193,7 +194,8 @@ class RangeSource:
             self._alive()
             data = b""
             try:
-                data = b"".join(self._source.read(self._path, start, stop, self.size, etag=self._etag))
+                with watched(self._alive):
+                    data = b"".join(self._source.read(self._path, start, stop, self.size, etag=self._etag))
             except FetchError as err:
                 if err.status == 200 and start > 0:  # RFC 9110, 15.3.1: all of the file
                     raise self._no_ranges(err) from err

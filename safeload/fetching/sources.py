@@ -214,7 +214,11 @@ def _bare(url: str) -> str:
 
 
 def _joined(base: str, path: str) -> str:
-    """Return the URL of a file below a folder's."""
+    """Return the URL of a file below a folder's.
+
+    Raises:
+        ConfigError: Nothing is below that one.
+    """
     found = _HTTP_URL.fullmatch(base)
     if found is None or found["rest"]:
         raise ConfigError(
@@ -249,6 +253,14 @@ class HttpSource:
     def locate(self, path: str) -> str:
         """Return the URL of a file; of the source's own, for the empty path."""
         return _joined(self._url, path) if path else self._url
+
+    def require_folder(self) -> None:
+        """Check that files can lie below the URL.
+
+        Raises:
+            ConfigError: It has a query or a fragment, and names one file.
+        """
+        _joined(self._url, "")
 
     def read(self, path: str, start: int, stop: int, size: int, *, etag: str | None = None) -> Iterator[bytes]:
         """Yield the bytes [start, stop) of a file; see `Source.read`."""

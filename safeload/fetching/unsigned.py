@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from safeload.errors import FetchError, FileSetError, Finding, StagingError, escape, reason
+from safeload.fetching.http import watched
+from safeload.fetching.mirrors import Throttle, pause
 from safeload.fetching.partial import require_space
 from safeload.fetching.quarantine import Quarantine, Record
 from safeload.fetching.sources import HttpSource, RemoteSize, Source
@@ -48,9 +49,9 @@ def fetch_unsigned(
     *,
     policy: str | Path | Policy = DEFAULT_POLICY,
     connections: int = 4,
-    advance: Callable[[int], object] = lambda _: None,
+    throttle: Throttle | None = None,
     progress: Progress | None = None,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] | None = None,
 ) -> tuple[Record, ...]:
     """Put every file of a source into the quarantine of a directory, and return the records.
 
@@ -62,9 +63,9 @@ def fetch_unsigned(
         directory: Where a signed checkpoint would go; nothing in it is touched.
         policy: What the scan holds the files against.
         connections: How many files to fetch at a time.
-        advance: Told how many bytes came, from any thread; it may wait, which bounds the rate.
+        throttle: Bounds the rate.
         progress: Told how far it has come.
-        sleep: Waits between tries.
+        sleep: Waits between tries; None to look meanwhile whether to stop.
 
     Raises:
         FileSetError: A name that the source lists is no path, or it lists nothing.
@@ -76,7 +77,7 @@ def fetch_unsigned(
     jobs = _jobs(source)
     store = Quarantine(directory)
     require_space(store.path.parent, [job.stat.size for job in jobs])
-    together = _Run(source, store, rules, advance, sleep)
+    together = _Run(source, store, rules, throttle or Throttle(None), sleep)
     return tuple(
         run(
             jobs,
@@ -118,8 +119,8 @@ class _Run:
     source: Source
     store: Quarantine
     policy: Policy
-    advance: Callable[[int], object]
-    sleep: Callable[[float], None]
+    throttle: Throttle
+    sleep: Callable[[float], None] | None
 
     def fetch(self, job: _Job, meter: Meter) -> Record:
         """Download one file, scan it, and put it away."""
@@ -152,26 +153,34 @@ class _Run:
 
     def _download(self, fd: int, job: _Job, meter: Meter) -> str:
         """Write a file as it comes, and return its SHA-256."""
+
+        def alive() -> None:
+            meter.advance(0)
+
         digest = hashlib.sha256()
         at, size = 0, job.stat.size
         failures, failed_at = 0, 0
         while at < size:
             try:
-                for piece in self.source.read(job.path, at, size, size, etag=job.stat.etag):
-                    _write(fd, piece, job.path)
-                    digest.update(piece)
-                    at += len(piece)
-                    meter.advance(len(piece))
-                    self.advance(len(piece))
+                with watched(alive):
+                    for piece in self.source.read(job.path, at, size, size, etag=job.stat.etag):
+                        _write(fd, piece, job.path)
+                        digest.update(piece)
+                        at += len(piece)
+                        meter.advance(len(piece))
+                        self.throttle.take(len(piece), alive)
             except FetchError as err:
                 # A byte between two failures is no recovery, or a server could keep us here a byte at a time.
                 failures = 1 if at - failed_at >= _RECOVERED_BYTES else failures + 1
                 failed_at = at
                 if err.lasting or failures == _TRIES:
                     raise
-                self.sleep(
-                    max(_FIRST_PAUSE_SECONDS * 3 ** (failures - 1), min(err.retry_after or 0.0, _MAX_PAUSE_SECONDS))
-                )
+                asked_for = min(err.retry_after or 0.0, _MAX_PAUSE_SECONDS)
+                seconds = max(_FIRST_PAUSE_SECONDS * 3 ** (failures - 1), asked_for)
+                if self.sleep is None:
+                    pause(seconds, alive)
+                else:
+                    self.sleep(seconds)
         return digest.hexdigest()
 
 

@@ -116,6 +116,50 @@ def detect(head: bytes, size: int) -> Kind | None:
     return None
 
 
+def other_reading(head: bytes) -> str | None:
+    """Return what else a file is to a reader that looks for it first, whatever its first bytes say; None if nothing.
+
+    PyTorch takes for a zip archive what begins as one, and for a tar archive what has the checksum of one, before it
+    looks for a pickle; a length of safetensors' header can be the one, and the name of a tar's first member the other.
+
+    Args:
+        head: The first `HEAD_BYTES` bytes, or all where there are fewer.
+    """
+    if head[8:9] == b"{":
+        # Of a header of 67 MB, and of one in 16 million of those that are shorter.
+        if head.startswith(b"PK\x03\x04"):
+            return "a zip archive"
+        if head.startswith(b"\x1f\x8b\x08"):
+            return "gzip-compressed data"
+    return "a tar archive" if is_tar(head) else None
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether a file begins with a header of tar, as Python's tarfile sees it, with or without a magic number.
+
+    Args:
+        head: The first 512 bytes, or all where there are fewer.
+    """
+    if len(head) < _TAR_HEADER_BYTES:
+        return False
+    block = head[:_TAR_HEADER_BYTES]
+    field = block[148:156]
+    if field[0] in {0x80, 0xFF}:  # GNU: a binary number, negative where it begins with 0xFF
+        stated = int.from_bytes(field[1:], "big") - ((1 << 56) if field[0] == 0xFF else 0)
+    else:
+        try:
+            stated = int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
+        except ValueError:
+            return False
+    # POSIX: the sum of the header's bytes, its own field taken as spaces. Some writers took them for signed.
+    rest = block[:148] + block[156:]
+    unsigned = sum(rest) + 8 * ord(" ")
+    return stated in {unsigned, unsigned - 256 * sum(byte > 0x7F for byte in rest)}
+
+
+_TAR_HEADER_BYTES = 512
+
+
 def _is_graph(head: bytes, size: int) -> bool:
     """Whether this begins like a `SavedModel`, a `MetaGraphDef` or a `GraphDef` of TensorFlow.
 

@@ -37,6 +37,12 @@ def _parse(source: Source, policy: Policy) -> Parsed:
             message = f"expected only arrays, members called NAME.npy, found '{escape(entry.name)}'"
             hint = "keep what is no array in a file of its own"
             raise PolicyError(Finding("format-not-supported", message, offset=entry.offset, hint=hint))
+    names = {entry.name for entry in entries}
+    for entry in entries:
+        if entry.name + _SUFFIX in names:
+            message = f"expected no array called like the member of another, found '{escape(entry.name)}' twice"
+            hint = "numpy.load looks for the member first, and gives the other array under this name; rename one"
+            raise FormatError(Finding("ambiguous-name", message, offset=entry.offset, hint=hint))
     inflated = sum(entry.nbytes for entry in entries if entry.method == DEFLATED)
     if inflated > policy.limits.max_inline_bytes:
         message = f"arrays that inflate to {inflated:,} bytes; the policy allows {policy.limits.max_inline_bytes:,}"

@@ -13,6 +13,7 @@ from typing import Final, NoReturn, TypeAlias
 
 from safeload.errors import Finding, FormatError, PolicyError, RejectedError, escape
 from safeload.formats import Parsed, Source
+from safeload.formats.detection import is_tar
 from safeload.formats.pickles.constructors import describe, short_text
 from safeload.formats.pickles.machine import concluded
 from safeload.formats.pickles.results import Results
@@ -287,13 +288,8 @@ def _place(source: Source, storages: Mapping[str, Storage], members: Mapping[str
 
 def _refuse_tar(source: Source) -> None:
     """Refuse a file that PyTorch would take for a tar archive, which it looks for first (`_legacy_load`)."""
-    block = source.peek(0, 512)
-    stated = block[148:156].strip(b" \0")
-    if len(block) == 512 and re.fullmatch(rb"[0-7]{1,7}", stated):
-        # POSIX: the sum of the header's bytes, its own field taken as spaces.
-        total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
-        if int(stated, 8) == total:
-            _fail("two-formats", "expected a file of pickles, found one that is a tar archive as well", 0, _SAVE_AGAIN)
+    if is_tar(source.peek(0, 512)):
+        _fail("two-formats", "expected a file of pickles, found one that is a tar archive as well", 0, _SAVE_AGAIN)
 
 
 def _check_preamble(source: Source, policy: Policy, machines: list[TorchMachine]) -> int:

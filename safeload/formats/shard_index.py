@@ -44,6 +44,7 @@ def _parse(source: Source, policy: Policy) -> ShardIndex:
             max_depth=_MAX_DEPTH,
             max_values=policy.limits.max_values,
             max_keys=policy.limits.max_values,
+            whole_floats=True,  # some versions of the libraries write total_size as one
         )
     except ManifestError as err:
         raise FormatError(*(Finding("bad-index", f.message, offset=f.offset) for f in err.findings)) from err

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -114,7 +114,7 @@ def parse_bundle_index(source: Source, policy: Policy, name: str = "") -> Parsed
     """
     try:
         bundle = _read_bundle(_whole(source, policy), policy)
-        for shard in range(bundle.n_shards):
+        for shard in bundle.places:
             bundle.check_places(shard)
     except RejectedError as err:
         return Parsed(refusal=err)
@@ -163,6 +163,9 @@ def _parse_data(source: Source, name: str, policy: Policy, siblings: Siblings) -
         raise _refuse("bundle-file-name", message, None, "give it back the name that TensorFlow wrote it under")
     specs: list[TensorSpec] = []
     position = 0
+    # A source that hashes takes payloads as they stream past once it was read from, and what is read between them as
+    # well; it would put them off until the end if the first thing that it heard of were a payload.
+    source.read(0, 1)
     for entry in entries:
         if entry.offset + entry.nbytes > source.size:
             message = f"{escape(entry.name)!r} ends at byte {entry.offset + entry.nbytes} of a file of {source.size}"
@@ -224,13 +227,15 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
+    """What an index says; `places` has the entries of each shard that has any, by their place in it."""
+
     n_shards: int
     entries: tuple[_Entry, ...]
+    places: Mapping[int, Sequence[_Entry]]
 
     def check_places(self, shard: int) -> Sequence[_Entry]:
         """Return a shard's entries by their place in it, none of which reaches into the next."""
-        # An empty tensor stands before the one that begins at the same byte.
-        placed = sorted((e for e in self.entries if e.shard == shard), key=lambda e: (e.offset, e.nbytes))
+        placed = self.places.get(shard, ())
         for first, second in pairwise(placed):
             if first.offset + first.nbytes > second.offset:
                 message = f"expected payloads one behind the other, found {escape(second.name)!r} in the one before it"
@@ -292,7 +297,12 @@ def _bundle(data: bytes, max_entries: int, max_key_bytes: int) -> _Bundle:
             entries.append(_entry(row, n_shards, big_endian=big_endian))
     if not n_shards:
         raise _refuse("bad-bundle", "expected an entry with the bundle's header, found an empty table", 0)
-    return _Bundle(n_shards, tuple(entries))
+    # Divided once: a bundle may claim 99,999 shards, each of which would go through all entries otherwise.
+    places: dict[int, list[_Entry]] = {}
+    # An empty tensor stands before the one that begins at the same byte.
+    for entry in sorted(entries, key=lambda entry: (entry.shard, entry.offset, entry.nbytes)):
+        places.setdefault(entry.shard, []).append(entry)
+    return _Bundle(n_shards, tuple(entries), places)
 
 
 def _header(row: _Row) -> tuple[int, bool]:

@@ -35,6 +35,7 @@ _DOS_DIRECTORY = 0x10  # 4.4.15, by MS-DOS: the low byte of the external attribu
 _END = struct.Struct("<4sHHHHIIH")  # 4.3.16
 _END64 = struct.Struct("<4sQHHIIQQQQ")  # 4.3.14
 _LOCATOR = struct.Struct("<4sIQI")  # 4.3.15
+_LOCATOR_SIGNATURE = b"PK\6\7"
 _DESCRIPTOR = struct.Struct("<4sIII")  # 4.3.9
 _DESCRIPTOR64 = struct.Struct("<4sIQQ")  # 4.3.9.2
 
@@ -196,6 +197,11 @@ def _read_end(source: Source) -> tuple[int, int, int]:
         n_all, length, start, at = _read_end64(source, at, (n_all, length, start))
     elif n_all == _MAX16 or _MAX32 in {length, start}:
         _fail("zip-bad-end", "expected a zip64 end record, because the end record refers to it; found none", at)
+    elif at >= _LOCATOR.size and _peek(source, at - _LOCATOR.size, 4) == _LOCATOR_SIGNATURE:
+        # The last member's extra field ends here, and may hold anything. Python's zipfile and miniz look for a locator
+        # in these bytes whatever the end record says, and would read the directory that it leads them to.
+        message = "expected the central directory in front of the end record, found a zip64 locator in its last bytes"
+        _fail("zip-bad-end", message, at - _LOCATOR.size, hint="readers differ on which directory they believe")
     return n_all, start, at
 
 
@@ -203,7 +209,7 @@ def _read_end64(source: Source, end: int, short: tuple[int, int, int]) -> tuple[
     """Return number, length and start of the central directory, and where the zip64 end record begins."""
     locator_at = end - _LOCATOR.size
     at = locator_at - _END64.size
-    if at < 0 or (found := _LOCATOR.unpack(_peek(source, locator_at, _LOCATOR.size)))[0] != b"PK\6\7":
+    if at < 0 or (found := _LOCATOR.unpack(_peek(source, locator_at, _LOCATOR.size)))[0] != _LOCATOR_SIGNATURE:
         start, length = short[2], short[1]
         message = f"expected the central directory to end at byte {end:,}, where the end record is, found {start:,} + "
         _fail("zip-bad-end", f"{message}{length:,}", end, hint="something lies before or between; write the file again")

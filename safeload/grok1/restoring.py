@@ -112,24 +112,25 @@ def restore(  # noqa: PLR0917 - the published signature
     # Late, so that names and layouts work without JAX, and signing starts fast.
     from safeload import assembling
 
-    if params_only and not hasattr(state_shapes, "params"):
-        raise ConfigError("params_only: state_shapes has no attribute params")
-    leaves, unflatten = assembling.named_leaves(state_shapes)
-    wanted = [Wanted.of(name, leaf) for name, leaf in leaves]
-    by_name(leaves, "state_shapes")
-    specs = dict(assembling.named_leaves(state_sharding)[0])
-    _require_equal_names([want.name for want in wanted], specs)
-    shardings = {want.name: assembling.fit(mesh, specs[want.name], path=want.name, shape=want.shape) for want in wanted}
-    hosts = saved_between_hosts_config or between_hosts_config
-    saved_hosts = _axes("between_hosts_config", mesh, hosts)
-    _require_processes(_axes("between_hosts_config", mesh, between_hosts_config), assembling.process_count())
-    init = None
-    if init_state is not None:
-        init = by_name(assembling.named_leaves(init_state, is_leaf=reading.is_quantized)[0], "init_state")
-
-    by_index = init is None and not load_rename_rules and not load_exclude_rules
-    # What one process refuses, all do: also what it finds in the manifest, before anything is read.
+    # What one process refuses, all do: also what is wrong with its arguments, or what it finds in the manifest.
     with together():
+        if params_only and not hasattr(state_shapes, "params"):
+            raise ConfigError("params_only: state_shapes has no attribute params")
+        leaves, unflatten = assembling.named_leaves(state_shapes)
+        wanted = [Wanted.of(name, leaf) for name, leaf in leaves]
+        by_name(leaves, "state_shapes")
+        specs = dict(assembling.named_leaves(state_sharding)[0])
+        _require_equal_names([want.name for want in wanted], specs)
+        shardings = {
+            want.name: assembling.fit(mesh, specs[want.name], path=want.name, shape=want.shape) for want in wanted
+        }
+        hosts = saved_between_hosts_config or between_hosts_config
+        saved_hosts = _axes("between_hosts_config", mesh, hosts)
+        _require_processes(_axes("between_hosts_config", mesh, between_hosts_config), assembling.process_count())
+        init = None
+        if init_state is not None:
+            init = by_name(assembling.named_leaves(init_state, is_leaf=reading.is_quantized)[0], "init_state")
+        by_index = init is None and not load_rename_rules and not load_exclude_rules
         folder = reading.hold_folder(checkpoint_path, manifest=manifest, trust=trust, **expected)
         blocks = _blocks(folder)
         chosen = [

@@ -53,7 +53,13 @@ class _RefusedError(ValueError):
 
 
 def loads(
-    data: bytes, *, max_bytes: int, max_depth: int, max_values: int = MAX_VALUES, max_keys: int | None = None
+    data: bytes,
+    *,
+    max_bytes: int,
+    max_depth: int,
+    max_values: int = MAX_VALUES,
+    max_keys: int | None = None,
+    whole_floats: bool = False,
 ) -> object:
     """Return what a JSON document says, as dict, list, str, int, bool and None.
 
@@ -66,6 +72,8 @@ def loads(
         max_depth: Deepest nesting of lists and objects; a bare number has depth 0.
         max_values: Most values, containers included; an empty container counts as two.
         max_keys: Most keys of one object; `MAX_KEYS` if it is None.
+        whole_floats: Whether a number such as `144.0` is read as the integer that it is. Only documents that others
+            write have such numbers.
 
     Raises:
         ManifestError: It breaks RFC 8259 or a limit, `MAX_KEYS` and `MAX_WIDE_BYTES` among them, repeats a key of an
@@ -83,7 +91,8 @@ def loads(
         _refuse("expected UTF-8, found bytes that are not", err.start, err)
     try:
         keys = _KeyCounter(MAX_KEYS if max_keys is None else max_keys)
-        value: object = json.JSONDecoder(object_hook=keys.count, **_NO_FLOATS).decode(text)
+        numbers = {**_NO_FLOATS, "parse_float": _whole} if whole_floats else _NO_FLOATS
+        value: object = json.JSONDecoder(object_hook=keys.count, **numbers).decode(text)
         if keys.found != n_keys:
             _refuse_twin(text)
     except json.JSONDecodeError as err:
@@ -194,6 +203,13 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_float(digits: str) -> NoReturn:
     raise _RefusedError(f"expected integers only, found the number {escape(digits, limit=30)}")
+
+
+def _whole(digits: str) -> int:
+    whole, _, rest = digits.partition(".")
+    if rest.strip("0") or not whole.isdecimal() or int(whole) > MAX_INTEGER:
+        _no_float(digits)
+    return int(whole)
 
 
 _NO_FLOATS: dict[str, Any] = {"parse_float": _no_float, "parse_constant": _no_float}

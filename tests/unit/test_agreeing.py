@@ -288,3 +288,14 @@ def test_a_context_in_another_is_the_same_one(store: Store) -> None:
 def test_a_time_to_wait_is_one(seconds: float) -> None:
     with pytest.raises(ConfigError, match="number of seconds"), together(seconds=seconds):
         pytest.fail("entered")
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
+def test_a_time_to_wait_that_is_none_is_told_to_the_others(store: Store, seconds: float) -> None:
+    with (
+        pytest.raises(ConfigError, match="expected a number of seconds"),
+        together(seconds=seconds, connect=lambda: (store, 1, 2)),
+    ):
+        pass
+    (stop,) = (json.loads(value) for key, value in store.values.items() if key.endswith("/stop"))
+    assert (stop["process"], stop["error"]) == (1, "ConfigError")

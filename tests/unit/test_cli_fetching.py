@@ -3,9 +3,12 @@
 import io
 import json
 import pickle
+import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -313,6 +316,48 @@ def test_a_mirror_gets_no_token_and_its_lies_are_told(
     assert f"safeload: {server.url}/ckpt" in done.stderr
 
 
+def test_a_token_is_for_the_sources_host_however_its_scheme_is_spelled(
+    run: Run, server: RangeServer, signed: Signed, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("hf_abc")
+    with serving() as hub:
+        done = run(
+            *("fetch", serve(server, signed.files).replace("http:", "HTTP:"), tmp_path / "ckpt"),
+            *("--mirror", "hf://org/name", "--hf-endpoint", hub.url, "--token-file", tmp_path / "token"),
+            *(*signed.options, *PRIVATE),
+        )
+        assert done.code == 0
+        assert {headers.get("authorization") for _, _, headers in hub.requests} <= {None}
+    assert {headers.get("authorization") for _, _, headers in server.requests} == {"Bearer hf_abc"}
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_ctrl_c_ends_a_fetch_from_a_server_that_says_nothing(signed: Signed, tmp_path: Path, unsigned: bool) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        url = f"http://{HOST}:{silent.getsockname()[1]}/x"
+        more = ["--unsigned"] if unsigned else [str(option) for option in signed.options]
+        command = [sys.executable, "-m", "safeload", "fetch", url, str(tmp_path / "ckpt"), *more, *PRIVATE]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            with silent.accept()[0]:
+                before = time.monotonic()
+                process.send_signal(signal.SIGINT)
+                _, told = process.communicate(timeout=60)
+    assert time.monotonic() - before < 5  # and not the half minute that a server may take
+    assert (process.returncode, told) == (2, "safeload: interrupted\n")
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_ctrl_c_ends_a_fetch_that_waits_for_the_bandwidth(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "one").write_bytes(shard(n=3_000_000))
+    before = time.monotonic()
+    threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
+    done = run("fetch", tmp_path / "source", tmp_path / "ckpt", "--unsigned", "--bandwidth", "10KB")
+    assert done.code == 2
+    assert time.monotonic() - before < 10  # one piece takes more than a minute
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_a_source_that_only_lies_is_a_rejection_and_leaves_nothing(
     run: Run, server: RangeServer, signed: Signed, tmp_path: Path
 ) -> None:
@@ -481,11 +526,13 @@ def test_without_a_terminal_a_line_comes_now_and_then(capsys: pytest.CaptureFixt
         for second in range(25):
             now = float(second)
             watcher.progress("fetching", second * 1000, 100_000)
-        watcher.watch(FetchEvent("retry", "a", mirror="https://m", message="was slow"))
+        for name in "abc":
+            watcher.watch(FetchEvent("retry", name, mirror="https://m", message="was slow"))
         watcher.watch(FetchEvent("wrong-bytes", "a\x1b[2J", mirror="https://m", message="lied"))
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(",")[1] for line in lines[:2]] == [" 9.8 KiB of 97.7 KiB", " 19.5 KiB of 97.7 KiB"]
-    assert lines[2:] == [r"safeload: https://m: a\x1b[2J: lied"]
+    # Whoever waits learns why, and not from a thousand lines.
+    assert lines[2:] == ["safeload: https://m: a: was slow", r"safeload: https://m: a\x1b[2J: lied"]
 
 
 def test_on_a_terminal_there_is_a_bar_for_each_file(monkeypatch: pytest.MonkeyPatch) -> None:

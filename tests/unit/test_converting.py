@@ -582,3 +582,51 @@ def test_the_default_policy_does_not_take_orbax_for_anything(source: Source) -> 
     with pytest.raises((FormatError, PolicyError)):
         copied(source, policy="numpy-quantized")
     nothing_there(source)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "Manifest.json"])
+def test_the_new_manifest_takes_no_copied_files_place(tmp_path: Path, name: str) -> None:
+    source = Source(tmp_path)
+    (source.directory / name).write_text("{}")
+    with (source.directory / "a.safetensors").open("wb") as file:
+        write_safetensors(file, {"a": np.ones(3, np.float32)})
+    source.sign()
+    with pytest.raises(ConfigError, match="name of the new manifest and of a file to copy"):
+        source.to("safetensors")
+    assert not (tmp_path / "target").exists()
+    made = source.to("safetensors", output=tmp_path / "beside.json")
+    assert name in made.files
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("model.safetensors", "name of the new manifest and of a file of tensors"),
+        ("sub/manifest.json", "below the new directory's first level"),
+    ],
+)
+def test_the_new_manifest_has_a_place_of_its_own(tmp_path: Path, output: str, message: str) -> None:
+    source = Source(tmp_path)
+    with (source.directory / "a.safetensors").open("wb") as file:
+        write_safetensors(file, {"a": np.ones(3, np.float32)})
+    source.sign()
+    with pytest.raises(ConfigError, match=message):
+        source.to("safetensors", output=tmp_path / "target" / output)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [(("A", "a"), "one file on some systems"), (("a", "a.npy/b"), "would be a file, and the folder of")],
+)
+def test_tensors_whose_files_cannot_lie_side_by_side_are_refused(
+    tmp_path: Path, names: tuple[str, str], message: str
+) -> None:
+    source = Source(tmp_path)
+    with (source.directory / "w.safetensors").open("wb") as file:
+        write_safetensors(file, {name: np.ones(3, np.float32) for name in names})
+    source.sign()
+    with pytest.raises(ConfigError, match=message):
+        source.to("npy")
+    assert not (tmp_path / "target").exists()
+    assert source.to("safetensors").n_tensors == 2

@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 import pytest
 
-from safeload.formats.detection import _MAGIC, HEAD_BYTES, detect
+from safeload.formats.detection import _MAGIC, HEAD_BYTES, detect, is_tar, other_reading
 from tests import tensorflow_sample as tf
 from tests.streams import honest_streams
 from tests.vectors.foreign import foreign_files, graph
@@ -146,3 +146,35 @@ def test_other_protocol_buffers_and_text_are_no_graph(data: bytes) -> None:
 
 def test_a_line_of_two_characters_does_not_make_a_program_of_a_text() -> None:
     assert name_of(b"{}\r\n") is None
+
+
+def test_what_another_reader_looks_for_first_is_told() -> None:
+    for length, other in ((b"PK\3\4", "a zip archive"), (b"\x1f\x8b\x08\0", "gzip-compressed data")):
+        assert other_reading(length + bytes(4) + b'{"w":') == other
+    assert other_reading(b"PK\2\4" + bytes(4) + b'{"w":') is None
+
+
+@pytest.mark.parametrize("form", ["%06o\0 ", "%o \0", "0_%05o\0", "signed", "binary", "negative"])
+def test_a_header_of_tar_is_found_as_tarfile_finds_it(form: str) -> None:
+    block = bytearray(512)
+    block[:14] = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+    block[100:124] = b"0000644\0" * 3
+    block[124:148] = b"00000000000\0" * 2
+    block[148:156] = b" " * 8
+    block[156:157] = b"0"
+    if form == "negative":
+        block[157:400] = b"\x80" * 243
+    unsigned = sum(block)
+    signed = unsigned - 256 * sum(byte > 0x7F for byte in block)
+    written = {
+        "signed": b"%06o\0 " % abs(signed),
+        "binary": b"\x80" + unsigned.to_bytes(7, "big"),
+        "negative": b"\xff" + (signed % (1 << 56)).to_bytes(7, "big"),
+    }
+    block[148:156] = (written[form] if form in written else (form % unsigned).encode()).ljust(8, b"\0")
+    with tarfile.open(fileobj=io.BytesIO(bytes(block) + bytes(1024)), mode="r:") as archive:
+        assert len(archive.getmembers()) == 1
+    assert is_tar(bytes(block))
+    block[0] ^= 1
+    assert not is_tar(bytes(block))
+    assert not is_tar(bytes(block[:511]))

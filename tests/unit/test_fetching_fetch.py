@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -23,6 +24,7 @@ from safeload.errors import (
     DigestMismatchError,
     FetchError,
     FileSetError,
+    ManifestError,
     RejectedError,
     SignatureError,
     StagingError,
@@ -35,6 +37,7 @@ from safeload.fetching.partial import work_area_of
 from safeload.fetching.quarantine import Quarantine, quarantine_of
 from safeload.loading import verify
 from safeload.report import Report
+from safeload.trust.dsse import pae
 from safeload.trust.keys import SecretKey
 from tests.fetching_sample import (
     CHUNK_BYTES,
@@ -200,6 +203,113 @@ def test_progress_ends_at_the_total_and_events_tell_of_each_file(
     assert all(json.dumps(event.to_json()) for event in events)
 
 
+def resigned(sample: Sample, key: SecretKey, change: Callable[[str], str]) -> bytes:
+    """Return the sample's manifest with another text, signed as well as the first."""
+    envelope = json.loads(sample.manifest)
+    payload = change(base64.b64decode(envelope["payload"]).decode()).encode()
+    signature = key.sign(pae(envelope["payloadType"], payload))
+    envelope["payload"] = base64.b64encode(payload).decode()
+    envelope["signatures"] = [{"keyid": key.public.keyid, "sig": base64.b64encode(signature).decode()}]
+    return json.dumps(envelope).encode()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../../evil", "/etc/evil", "C:/evil", "a\\\\b", "a\\u0000b", "a//b", "a/./b", "a/../b", ".git/hooks", ""),
+        *("e\\u0301vil", "evil.", "evil ", "a\\u202eb", "ckpt-0/TENSOR00000_000", "Config.json", "config.json"),
+    ],
+)
+def test_a_signed_name_that_is_no_path_or_anothers_twin_is_refused_before_anything_is_asked_or_made(
+    tmp_path: Path, sample: Sample, client: Client, name: str
+) -> None:
+    key = SecretKey.generate()
+    same = resigned(sample, key, lambda text: text)
+    with HostileServer(sample.files) as server:
+        target = tmp_path / "some" / "where"
+        target.parent.mkdir()
+        manifest = resigned(sample, key, lambda text: text.replace("ckpt-0/tensor00001_000", name))
+        with pytest.raises(ManifestError):
+            bring(sample, target, client, [server], manifest=manifest, trust=key.public)
+        assert server.requests == []
+        assert list(target.parent.iterdir()) == []
+        assert bring(sample, target, client, [server], manifest=same, trust=key.public).is_accepted
+
+
+def test_a_mirror_below_which_no_file_can_lie_is_refused_before_anything_is_made(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    with HostileServer(sample.files) as server:
+        with pytest.raises(ConfigError, match="expected the URL of a folder"):
+            fetch(
+                Web(client, server.url),
+                tmp_path / "model",
+                manifest=sample.manifest,
+                trust=sample.trust,
+                mirrors=["https://mirror.example/x?token=1"],
+            )
+        assert server.requests == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["published"]
+
+
+def test_nothing_has_a_name_before_it_is_on_disk(
+    tmp_path: Path, sample: Sample, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What a power cut leaves: of a file what was synced, of a directory the names that it had when it was synced.
+    target = tmp_path / "model"
+    steps: list[tuple[str, int]] = []
+    fsync, pwrite, replace, rename = os.fsync, os.pwrite, os.replace, Path.rename
+
+    def inode(fd: int) -> int:
+        return os.fstat(fd).st_ino
+
+    def record_write(fd: int, data: bytes, offset: int) -> int:
+        steps.append(("write", inode(fd)))
+        return pwrite(fd, data, offset)
+
+    def record_fsync(fd: int) -> None:
+        fsync(fd)
+        steps.append(("sync", inode(fd)))
+
+    def record_replace(source: str, last: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        steps.extend(
+            [
+                ("name", os.stat(source, dir_fd=src_dir_fd).st_ino),
+                ("write", inode(dst_dir_fd)),  # a directory has other names now
+            ]
+        )
+        replace(source, last, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    def record_rename(source: Path, last: Path) -> Path:
+        steps.append(("publish", source.stat().st_ino))
+        return rename(source, last)
+
+    def tell(event: FetchEvent) -> None:
+        if event.kind == "piece" and event.path == BIG:
+            told.append(event)
+
+    told: list[FetchEvent] = []
+    with monkeypatch.context() as patch, HostileServer(sample.files) as server:
+        patch.setattr(os, "pwrite", record_write)
+        patch.setattr(os, "fsync", record_fsync)
+        patch.setattr(os, "replace", record_replace)
+        patch.setattr(Path, "rename", record_rename)
+        bring(sample, target, client, [server], watch=tell, connections=1)
+    published = [step for step, _ in steps].index("publish")
+    for path in (target, *target.rglob("*")):
+        here = path.stat().st_ino
+        mine = [(at, step) for at, (step, whose) in enumerate(steps) if whose == here]
+        written = max((at for at, step in mine if step == "write"), default=-1)
+        named = next((at for at, step in mine if step == "name"), published)
+        assert any(written < at < named for at, step in mine if step == "sync"), path
+    assert steps[published + 1] == ("sync", tmp_path.stat().st_ino)
+    # And each piece of a long file by itself, so that it is there for the next run.
+    big = (target / BIG).stat().st_ino
+    of_big = [step for step, whose in steps if whose == big]
+    assert len(told) == of_big.count("write") == 6
+    assert of_big.count("sync") == 7
+
+
 # --- mirrors that lie ---------------------------------------------------------------------------------------------
 
 
@@ -300,6 +410,17 @@ def test_a_mirror_that_cannot_serve_is_no_verdict_and_publishes_nothing(
         bring(sample, target, client, [server])
     assert_nothing_published(target)
     assert len(server.requests) <= 3 * 8  # every piece as often as `HASTY` says, and no more
+
+
+def test_what_would_help_with_a_mirror_is_said_at_the_end(tmp_path: Path, sample: Sample, client: Client) -> None:
+    def ignore_ranges(request: Request, reply: Reply, data: bytes | None) -> None:
+        reply.honest(Request(request.method, request.target, {}), data)
+
+    with HostileServer(sample.files, ignore_ranges) as server, pytest.raises(FetchError) as caught:
+        bring(sample, tmp_path / "model", client, [server])
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("name a mirror that serves ranges")
+    assert "run again" in caught.value.hint
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import gzip
 import ipaddress
+import logging
 import socket
 import ssl
 import time
@@ -21,7 +22,7 @@ from cryptography.x509.oid import NameOID
 
 from safeload.errors import ConfigError, FetchError
 from safeload.fetching.addresses import is_loopback, is_public, resolve
-from safeload.fetching.http import MAX_REDIRECTS, Client, Timing, Token, shown
+from safeload.fetching.http import MAX_REDIRECTS, Client, Timing, Token, shown, watched
 from tests.hostile_server import Behavior, HostileServer, Reply, Request
 
 DATA = bytes(range(256)) * 40
@@ -290,6 +291,117 @@ def test_a_server_that_says_nothing_is_left(client: Client) -> None:
     assert time.monotonic() - before < 5
 
 
+PATIENT = Timing(connect=60, read=60, headers=60, min_rate=1, rate_window=60)
+
+
+def ranged(request: Request, reply: Reply, **more: object) -> tuple[int, int]:
+    """Begin a response to a range whose length is not told, and return the range."""
+    asked = request.range(SIZE)
+    assert asked is not None
+    reply.head(206, Content_Range=f"bytes {asked[0]}-{asked[1] - 1}/{SIZE}", Transfer_Encoding="chunked", **more)
+    return asked
+
+
+def inform(_: Request, reply: Reply, __: bytes | None) -> None:
+    """Send informational responses, and never one that counts (RFC 9110, 15.2)."""
+    while True:
+        reply.raw(b"HTTP/1.1 103 x\r\nLink: </a>\r\n\r\n" * 1000)
+
+
+def wrap(request: Request, reply: Reply, data: bytes | None) -> None:
+    """Send a byte at a time, each with many that are no content (RFC 9112, 7.1.1)."""
+    assert data is not None
+    start, stop = ranged(request, reply)
+    for at in range(start, stop):
+        reply.raw(b"1;x=" + b"y" * 15_000 + b"\r\n" + data[at : at + 1] + b"\r\n")
+
+
+@pytest.mark.parametrize("behavior", [inform, wrap])
+def test_a_server_that_is_fast_and_brings_nothing_is_left(behavior: Behavior) -> None:
+    with (
+        HostileServer({"file": DATA}, behavior) as server,
+        Client(allow_private={"127.0.0.1"}, timing=PATIENT) as patient,
+        pytest.raises(FetchError, match="mostly what is sent around it"),
+    ):
+        read(patient, server, 0, SIZE, size=SIZE)
+    assert server.n_sent < 16 * 1024 * 1024
+
+
+def test_content_in_small_chunks_is_taken(client: Client) -> None:
+    def behave(request: Request, reply: Reply, data: bytes | None) -> None:
+        assert data is not None
+        start, stop = ranged(request, reply)
+        for at in range(start, stop, 10):
+            piece = data[at : min(at + 10, stop)]
+            reply.raw(b"%x\r\n" % len(piece) + piece + b"\r\n")
+        reply.raw(b"0\r\n\r\n")
+
+    with HostileServer({"file": DATA}, behave) as server:
+        assert read(client, server, 0, SIZE, size=SIZE) == DATA
+
+
+class GivenUpError(Exception):
+    pass
+
+
+def given_up_after(seconds: float) -> Callable[[], None]:
+    until = time.monotonic() + seconds
+
+    def alive() -> None:
+        if time.monotonic() > until:
+            raise GivenUpError
+
+    return alive
+
+
+def say_nothing(_: Request, __: Reply, ___: bytes | None) -> None:
+    time.sleep(5)
+
+
+def stall(request: Request, reply: Reply, _: bytes | None) -> None:
+    ranged(request, reply)
+    time.sleep(5)
+
+
+@pytest.mark.parametrize("behavior", [say_nothing, stall, inform])
+def test_whoever_gives_up_need_not_wait_for_the_server(behavior: Behavior) -> None:
+    before = time.monotonic()
+    with Client(allow_private={"127.0.0.1"}, timing=PATIENT) as patient, HostileServer({}, behavior) as server:
+        with watched(given_up_after(0.2)), pytest.raises((GivenUpError, FetchError)) as caught:
+            read(patient, server, 0, SIZE, size=SIZE)
+        assert time.monotonic() - before < 2
+    assert behavior is inform or caught.type is GivenUpError
+
+
+def test_whoever_gives_up_need_not_wait_for_a_name_or_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*_: object, **__: object) -> None:
+        time.sleep(3)
+
+    for thing, name in ((socket, "getaddrinfo"), (httpcore.SyncBackend, "connect_tcp")):
+        before = time.monotonic()
+        with monkeypatch.context() as patch, Client(allow_private={"127.0.0.1"}, timing=PATIENT) as patient:
+            patch.setattr(thing, name, slowly)
+            with watched(given_up_after(0.2)), pytest.raises(GivenUpError):
+                list(patient.read("http://127.0.0.1:1/x", 0, 1))
+        assert time.monotonic() - before < 2
+
+
+def test_whoever_gives_up_need_not_wait_for_a_handshake() -> None:
+    before = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}/x"
+        with Client(allow_private={"127.0.0.1"}, timing=PATIENT) as patient:
+            with watched(given_up_after(0.2)), pytest.raises(GivenUpError):
+                list(patient.read(url, 0, 1))
+            assert time.monotonic() - before < 2
+
+
+def test_a_name_that_takes_too_long_to_look_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(3))
+    with Client(timing=Timing(connect=0.3)) as client, pytest.raises(FetchError, match=r"no answer within 0\.3 s"):
+        list(client.read("https://mirror.example/x", 0, 1))
+
+
 def test_a_consumer_that_takes_its_time_does_not_make_its_mirror_slow(client: Client) -> None:
     with HostileServer({"file": bytes(4 * 1024 * 1024)}) as server:
         pieces = client.read(f"{server.url}/file", 0, 4 * 1024 * 1024)
@@ -323,6 +435,44 @@ def test_a_redirect_is_followed_and_range_and_encoding_are_asked_again(client: C
     with HostileServer({"file": b"", "other": DATA}, behave) as server:
         assert read(client, server, 10, 20, size=SIZE) == DATA[10:20]
     assert server.requests[1].headers["range"] == "bytes=10-19"
+
+
+def test_a_redirect_costs_no_connection(client: Client) -> None:
+    def behave(request: Request, reply: Reply, data: bytes | None) -> None:
+        if request.path == "file":
+            reply.head(302, Content_Length=5, Location="/other")
+            reply.raw(b"moved")
+            reply.stays_open = True
+        else:
+            reply.honest(request, data)
+
+    with HostileServer({"other": DATA}, behave) as server:
+        for at in range(5):
+            assert read(client, server, at, 20, size=SIZE) == DATA[at:20]
+    assert server.n_connections == 1
+
+
+def test_a_connection_that_its_server_closed_meanwhile_is_no_failure(client: Client) -> None:
+    def behave(request: Request, reply: Reply, data: bytes | None) -> None:
+        reply.honest(request, data)
+        reply.stays_open = False  # without a word of it
+
+    with HostileServer({"file": DATA}, behave) as server:
+        for _ in range(20):
+            assert read(client, server, 0, SIZE, size=SIZE) == DATA
+
+
+def test_what_gives_access_is_not_logged(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    def behave(request: Request, reply: Reply, data: bytes | None) -> None:
+        if request.path == "file":
+            reply.head(302, Content_Length=0, Location="/other?signature=secret")
+        else:
+            reply.honest(request, data)
+
+    with HostileServer({"other": DATA}, behave) as server, caplog.at_level(logging.INFO):
+        assert read(client, server, 10, 20, size=SIZE) == DATA[10:20]
+    assert server.requests[1].target == "/other?signature=secret"
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -491,8 +641,12 @@ def test_a_certificate_is_checked_against_the_authorities_that_were_named(
             assert read(client, server, 10, 20, size=SIZE) == DATA[10:20]
         # OpenSSL's own variables decide nothing.
         monkeypatch.setenv("SSL_CERT_FILE", str(ca_file))
-        with Client(allow_private={"127.0.0.1"}) as client, pytest.raises(FetchError, match=r"(?i)certificate"):
+        with (
+            Client(allow_private={"127.0.0.1"}) as client,
+            pytest.raises(FetchError, match=r"(?i)certificate") as caught,
+        ):
             read(client, server, 10, 20, size=SIZE)
+        assert caught.value.lasting  # it will not be another one in a second
 
 
 def test_a_redirect_never_leads_from_https_to_http(authority: tuple[Path, ssl.SSLContext]) -> None:
@@ -561,12 +715,15 @@ def test_one_private_address_among_public_ones_is_refused(monkeypatch: pytest.Mo
 
 
 def test_a_name_without_an_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
+    for number, lasting in ((socket.EAI_NONAME, True), (socket.EAI_AGAIN, False)):
 
-    monkeypatch.setattr(socket, "getaddrinfo", fails)
-    with pytest.raises(FetchError, match="cannot find the address"):
-        resolve("absent.example", 443)
+        def fails(*_: object, number: int = number, **__: object) -> None:
+            raise socket.gaierror(number, "not known")
+
+        monkeypatch.setattr(socket, "getaddrinfo", fails)
+        with pytest.raises(FetchError, match="cannot find the address") as caught:
+            resolve("absent.example", 443)
+        assert caught.value.lasting is lasting
 
 
 def test_the_address_that_was_checked_is_the_one_that_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,8 @@ def clock() -> Clock:
     return Clock()
 
 
-def error(*, lasting: bool = False, retry_after: float | None = None) -> FetchError:
-    return FetchError("no", lasting=lasting, retry_after=retry_after)
+def error(*, lasting: bool = False, retry_after: float | None = None, status: int | None = None) -> FetchError:
+    return FetchError("no", lasting=lasting, retry_after=retry_after, status=status)
 
 
 def test_the_least_busy_is_asked_and_none_more_often_than_allowed(clock: Clock) -> None:
@@ -138,10 +138,34 @@ def test_a_mirror_that_never_comes_back_is_given_up(clock: Clock) -> None:
     mirrors = made(1, clock, first_delay=0.0, breaker=3, cooldown=10.0, openings=2, tries=99)
     for _ in range(6):
         assert borrow(mirrors, clock) == 0
-        mirrors.failed(0, Attempts(), error())
+        mirrors.failed(0, Attempts(), error(status=500))
         clock.now += 10.0
     assert borrow(mirrors, clock) is None
     assert mirrors.lines[0].gone == "it failed 6 times in a row"
+
+
+def test_a_mirror_where_nobody_ever_was_is_given_up_at_the_first_look_after_the_pause(clock: Clock) -> None:
+    mirrors = made(1, clock, connections=5, first_delay=0.0, breaker=3, cooldown=10.0, openings=2, tries=99)
+    for _ in range(5):
+        assert borrow(mirrors, clock) == 0
+    for _ in range(5):
+        mirrors.failed(0, Attempts(), error())
+    assert mirrors.lines[0].gone is None  # what was asked before the pause says nothing new
+    clock.now = 10.0
+    assert borrow(mirrors, clock) == 0
+    mirrors.failed(0, Attempts(), error())
+    assert mirrors.lines[0].gone == "it failed 6 times in a row"
+
+
+def test_a_mirror_that_brought_something_is_waited_for(clock: Clock) -> None:
+    mirrors = made(1, clock, first_delay=0.0, breaker=4, cooldown=10.0, openings=2, tries=99)
+    assert borrow(mirrors, clock) == 0
+    mirrors.succeeded(0, 1)
+    for _ in range(7):
+        assert borrow(mirrors, clock) == 0
+        mirrors.failed(0, Attempts(), error())
+        clock.now += 10.0
+    assert mirrors.lines[0].gone is None
 
 
 def test_a_mirror_without_the_file_is_not_asked_for_it_again_and_is_no_worse_for_others(clock: Clock) -> None:

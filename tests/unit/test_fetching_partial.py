@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -177,6 +179,37 @@ def test_room_is_counted_in_blocks_and_entries_with_some_to_spare(
         require_space(tmp_path, [1, 1, 1])
     room(monkeypatch, free=2 * MARGIN_BYTES, files=0, favail=0)
     require_space(tmp_path, [1, 1, 1])
+
+
+def test_the_room_of_a_file_is_taken_before_its_bytes_come_and_counts_as_nothing_fetched(area: WorkArea) -> None:
+    made = area.open_partial(entry())
+    try:
+        status = os.fstat(made.fd)
+        assert status.st_size == len(DATA)
+        assert 512 * status.st_blocks >= len(DATA)
+        assert made.recheck(lambda: pytest.fail("read what was never written")) == set()
+    finally:
+        made.close()
+
+
+def test_a_disk_without_room_for_a_file_is_told_before_its_bytes_come(
+    area: WorkArea, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    monkeypatch.setattr(partial, "_FALLOCATE", is_full)
+    with pytest.raises(StagingError, match="No space left") as caught:
+        area.open_partial(entry())
+    assert caught.value.hint is not None
+
+    def is_unable(*_: object) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(partial, "_FALLOCATE", is_unable)
+    area.open_partial(entry()).close()
 
 
 def test_the_root_of_everything_is_no_target(tmp_path: Path) -> None:

@@ -121,3 +121,14 @@ def test_a_file_on_disk_has_the_digests_of_its_arrays(save: Callable[..., None],
     little = {name: array.astype(array.dtype.newbyteorder("<")) for name, array in VALUES.items()}
     expected = {name: sha256_hex(np.ascontiguousarray(array).tobytes()) for name, array in little.items()}
     assert {spec.name: spec.sha256 for spec in file.tensors} == expected
+
+
+def test_an_array_that_numpy_gives_for_another_is_refused() -> None:
+    first, second = npy(data=bytes(24)), npy(data=b"\1" * 24)
+    raw = zip_file([Member("a.npy", first), Member("a.npy.npy", second)])
+    assert not loaded(raw)["a.npy"].any()  # the member of this name, and not the array
+    refusal = parse_npz(MemorySource(raw), DEFAULT).refusal
+    assert type(refusal) is FormatError
+    assert [f.code for f in refusal.findings] == ["ambiguous-name"]
+    alone = zip_file([Member("a.npy.npy", second)])
+    assert [spec.name for spec in parse_npz(MemorySource(alone), DEFAULT).tensors] == ["a.npy"]

@@ -22,7 +22,7 @@ from safeload.canonical import canonical_bytes
 from safeload.digests import sha256_hex
 from safeload.errors import FormatError, LimitError, PolicyError, RejectedError
 from safeload.formats import MemorySource, Parsed
-from safeload.formats.pickles import parse_pickle
+from safeload.formats.pickles import parse_pickle, results
 from safeload.formats.pickles.torch_constructors import (
     QUANTIZED_DTYPES,
     STORAGE_DTYPES,
@@ -35,7 +35,7 @@ from safeload.policy import Policy, load_policy
 from safeload.scanning import parse as parse_file
 from safeload.scanning import scan
 from safeload.tensors import RecordValue, TensorSpec, Value, span
-from tests.streams import Writer, op
+from tests.streams import Writer, op, policy_with
 from tests.torch_sample import (
     ITEMSIZE,
     WEIGHT,
@@ -573,3 +573,27 @@ def test_any_byte_of_a_legacy_file_may_change_and_nothing_else_is_raised() -> No
             changed = data[:index] + bytes([data[index] ^ bits]) + data[index + 1 :]
             for spec in parse_pytorch_legacy(MemorySource(changed), POLICY).tensors:
                 assert spec.extent.offset + spec.extent.nbytes <= len(changed)
+
+
+def test_strided_views_that_span_far_more_than_they_hold_are_refused() -> None:
+    storage = Storage("0", "ByteStorage", bytes(100_000))
+
+    def views(count: int) -> bytes:
+        items = {str(i): t.tensor(storage, (2,), (99_999 - i,), first=0) for i in range(count)}
+        return torch_zip(t.pickle(t.mapping(items)), [storage])
+
+    policy = policy_with(limits={"max_inline_bytes": 1_000_000})
+    for count, code in ((64, None), (80, "limit-exceeded")):
+        found = parse_pytorch(MemorySource(views(count)), policy).refusal
+        assert (None if found is None else found.findings[0].code) == code
+        assert found is None or "from their first elements to their last" in found.findings[0].message
+
+
+def test_views_that_overlap_in_too_many_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "MAX_CROSSINGS", 10_000)
+    storage = Storage("0", "ByteStorage", bytes(100_000))
+    for step, code in ((500, None), (1, "limit-exceeded")):
+        items = {str(i): t.tensor(storage, (500,), (1,), first=i * step) for i in range(200)}
+        data = torch_zip(t.pickle(t.mapping(items)), [storage])
+        found = parse_pytorch(MemorySource(data), POLICY).refusal
+        assert (None if found is None else found.findings[0].code) == code

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from safeload.digests import sha256_hex
 from safeload.errors import FormatError, LimitError, PolicyError, RejectedError
 from safeload.formats import MemorySource, Parsed
 from safeload.formats import tensorflow as tf
 from safeload.policy import Policy, load_policy
+from safeload.scanning import scan
 from safeload.tensors import ShardIndex
 from tests import tensorflow_sample as sample
 from tests.tensorflow_sample import BFLOAT16, FLOAT, HALF, INT8, INT64, STRING, Tensor
@@ -493,3 +496,42 @@ def test_a_block_of_any_bytes_with_its_checksum_is_refused_or_lies_inside(
 @given(st.binary(max_size=200))
 def test_any_bytes_before_the_magic_number_are_refused(data: bytes) -> None:
     assert index_of(data + sample.MAGIC).refusal is not None
+
+
+def test_an_index_of_many_shards_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """99,999 shards that each go through a quarter of a million entries would take minutes."""
+    bundle = vars(tf)["_Bundle"]
+    real = bundle.check_places
+    looked: list[int] = []
+
+    def check_places(self: object, shard: int) -> object:
+        looked.append(shard)
+        return real(self, shard)
+
+    monkeypatch.setattr(bundle, "check_places", check_places)
+    rows = [(b"", sample.header(99_999)), (b"a", sample.entry(FLOAT, sample.shape_of(0), 7))]
+    rows.append((b"b", sample.entry(FLOAT, sample.shape_of(0), 99_998)))
+    assert tf.parse_bundle_index(MemorySource(sample.table(rows)), POLICY).refusal is None
+    assert looked == [7, 99_998]
+
+
+def test_a_bundle_on_disk_has_digests_whatever_lies_behind_its_first_payload(tmp_path: Path) -> None:
+    """TensorFlow 2 writes the object graph, which is no tensor, among the payloads; others pad them."""
+    text = b"graph" * 10
+    string = bytes([len(text)]) + b"crc!" + text
+    first, second = np.arange(3, dtype="<f4"), np.arange(5, dtype="<i8")
+    at = len(first.tobytes()) + len(string)
+    rows = [
+        (b"", sample.header()),
+        (b"A", sample.entry(FLOAT, sample.shape_of(3), 0, 0, 12)),
+        (tf.OBJECT_GRAPH_KEY.encode(), sample.entry(STRING, b"", 0, 12, len(string))),
+        (b"v", sample.entry(INT64, sample.shape_of(5), 0, at + 3, 40)),
+    ]
+    (tmp_path / "m.index").write_bytes(sample.table(rows))
+    data = first.tobytes() + string + bytes(3) + second.tobytes() + bytes(2)
+    (tmp_path / DATA).write_bytes(data)
+    report = scan(tmp_path, digests=True)
+    assert report.is_accepted, report.all_findings
+    digests = {spec.name: spec.sha256 for file in report.files for spec in file.tensors}
+    assert digests == {"A": sha256_hex(first.tobytes()), "v": sha256_hex(second.tobytes())}
+    assert {file.sha256 for file in report.files if file.tensors} == {sha256_hex(data)}

@@ -178,3 +178,22 @@ def test_an_archive_with_noise_in_it_is_refused_or_read_as_before() -> None:
         at = seed % (len(raw) - 4)
         found = read_or_refused(raw[:at] + noise + raw[at + 4 :])
         assert isinstance(found, RejectedError) or found == {"a": b"x", "b": b"y"}
+
+
+def test_a_second_directory_in_an_extra_field_is_refused() -> None:
+    """Python's zipfile and miniz believe a zip64 locator in front of the end record, whatever the end record says."""
+    hidden = zip_file([Member("a", b"hidden")], end64={})
+    inner = hidden[: hidden.index(b"PK\1\2")]
+    directory = bytearray(hidden[len(inner) : hidden.index(b"PK\6\6")])
+    shown = Member("a", inner)  # the member that is hidden lies in the data of the one that is shown
+    struct.pack_into("<I", directory, 42, 31)
+    before = len(zip_file([shown])) - 22 + 4
+    end64 = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, len(directory), before)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, before + len(directory), 1)
+    raw = zip_file([Member("a", inner, central_extra=extra(0x4246, bytes(directory) + end64 + locator))])
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        assert archive.read("a") == b"hidden"
+    with pytest.raises(FormatError) as caught:
+        read_zip(MemorySource(raw), DEFAULT)
+    assert [finding.code for finding in caught.value.findings] == ["zip-bad-end"]
+    assert "locator" in caught.value.findings[0].message

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from safeload import agreeing
 from safeload.errors import (
     ConfigError,
     DigestMismatchError,
@@ -621,6 +622,30 @@ def test_scales_that_do_not_divide_are_named(restored: Restore) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
     with pytest.raises(ShardingError, match="tensor00002_000/scales"):
         restored(mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"between_hosts_config": (1, 0)}, {"state_shapes": None}, {"load_exclude_rules": ["("]}],
+    ids=["mesh", "state", "rule"],
+)
+def test_wrong_arguments_in_one_process_are_told_to_the_others(
+    restored: Restore, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    told: dict[str, str] = {}
+
+    class Client:
+        def key_value_set(self, key: str, value: str) -> None:
+            told[key] = value
+
+        def blocking_key_value_get(self, key: str, _timeout_in_ms: int) -> str:
+            return told.get(key, "")
+
+    monkeypatch.setattr(agreeing, "_connect", lambda: (Client(), 0, 2))
+    with pytest.raises((ConfigError, ShardingError)) as caught:
+        restored(**wrong)
+    (stop,) = (value for key, value in told.items() if key.endswith("/stop"))
+    assert f'"error": "{type(caught.value).__name__}"' in stop
 
 
 @pytest.mark.parametrize("between_hosts_config", [(2, 1), (1, 2), (1,), (1, 0), (1, 1, 1)])

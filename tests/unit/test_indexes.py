@@ -136,7 +136,7 @@ def test_a_signature_does_not_make_a_wrong_index_right(tmp_path: Path, monkeypat
     tensor_elsewhere(folder, index)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with monkeypatch.context() as patched:
-        patched.setattr("safeload.scanning._check_indexes", lambda files, _: list(files))
+        patched.setattr("safeload.scanning.check_indexes", lambda files, _: list(files))
         envelope = sign(folder, keys=[key], model="m", revision="r")
     for use in (load, verify):
         with pytest.raises(FormatError) as caught:
@@ -185,6 +185,37 @@ def test_an_honest_header_of_any_length_is_taken_for_no_pickle(name: str) -> Non
         doubted += may_be_pickle(data, policy, whole=True)
     # A name that begins with LONG_BINPUT behind a string that begins before it: one length in 256, if that.
     assert doubted <= len(lengths) // 200
+
+
+def test_a_header_whose_length_reads_as_the_start_of_a_zip_archive_is_refused(tmp_path: Path) -> None:
+    """PyTorch and zipfile would go to the end of such a file, which may hold an archive in a tensor's bytes."""
+    length = int.from_bytes(b"PK\3\4", "little")
+    with (tmp_path / "model").open("wb") as file:
+        file.write(length.to_bytes(8, "little") + b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}')
+        file.truncate(8 + length + 1)
+    assert found(scan(tmp_path)) == {"model": "ambiguous-format"}
+
+
+def test_a_pickle_that_is_a_tar_archive_as_well_is_refused(tmp_path: Path) -> None:
+    text = b" " * (148 - 7) + b"%s" + b" " * 600
+    pickled = b"\x80\x02X" + (len(text) + 6).to_bytes(4, "little") + text
+    block = bytearray(pickled[:512])
+    block[148:156] = b" " * 8
+    (tmp_path / "weights").write_bytes(pickled % (b"%06o\0 " % sum(block)) + b".")
+    assert found(scan(tmp_path)) == {"weights": "ambiguous-format"}
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "last.ckpt"])
+def test_what_pytorch_would_open_by_its_name_is_of_pytorch(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(safetensors({"a": (2,)}))
+    assert found(scan(tmp_path)) == {name: "name-contradicts-content"}
+
+
+def test_a_tensor_below_one_that_the_index_lists_is_listed_itself(tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(safetensors({"a": (2,), "a/hidden": (3,)}))
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert found(scan(tmp_path)) == {"model.safetensors.index.json": "index-disagrees"}
 
 
 # ---------------------------------------------------------------- a bundle of TensorFlow

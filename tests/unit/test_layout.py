@@ -111,6 +111,7 @@ def test_nothing_makes_an_object_past_its_constructor() -> None:
         (file, "dataclasses.replace")
         for file in (
             *(
+                "auditing.py",
                 "cli/trust.py",
                 "errors.py",
                 "expecting.py",
@@ -156,7 +157,10 @@ def test_nothing_reads_the_environment() -> None:
     environment = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.path.expandvars", "os.putenv"}
     read = {(file, name) for file, name in uses() if name in environment}
     # The demo sets, for itself, how many devices JAX makes of this machine's CPU.
-    assert read == {("cli/output.py", "os.environ"), ("demo.py", "os.environ")}
+    assert read == {(file, "os.environ") for file in ("cli/completion.py", "cli/output.py", "demo.py")}
+    # By one variable a shell asks for words; a run with it prints those, and never a verdict.
+    completion = (PACKAGE / "cli" / "completion.py").read_text(encoding="utf-8")
+    assert completion.count("environ") == 1
     # What the command reads decides about color and a progress bar, and about nothing else.
     output = (PACKAGE / "cli" / "output.py").read_text(encoding="utf-8")
     assert set(re.findall(r'environ\.get\("(\w+)"\)|"(\w+)" in os\.environ', output)) == {

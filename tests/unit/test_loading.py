@@ -37,6 +37,7 @@ from safeload.records import Record
 from safeload.scanning import admit
 from safeload.trust.dsse import Envelope
 from safeload.trust.keys import SecretKey
+from safeload.verifying import read_manifest
 from tests.simulator import (
     CONFIG,
     MODEL,
@@ -505,7 +506,7 @@ def test_what_takes_the_place_of_the_manifest_passed_is_unlisted(
 ) -> None:
     inside = checkpoint.path("m.json")
     checkpoint.manifest.rename(inside)
-    real = loading.read_manifest
+    real = read_manifest
 
     def read_then_lose(manifest: Path) -> tuple[bytes, str]:
         found = real(manifest)

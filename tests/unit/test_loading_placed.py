@@ -10,6 +10,7 @@ import io
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from safeload import agreeing, assembling, cli, distributing, loading, publishing, staging
+from safeload import agreeing, assembling, cli, distributing, loading, memory, publishing, staging
 from safeload.assembling import partition_rules
 from safeload.decoding import PartialTensor, arrays, decode
 from safeload.errors import (
@@ -31,6 +32,7 @@ from safeload.errors import (
     ShardingError,
     StagingError,
 )
+from safeload.formats.safetensors_writing import write_safetensors
 from safeload.placing import Join, join_blocks
 from safeload.policy import load_policy
 from safeload.records import QuantizedWeight8bit
@@ -324,21 +326,74 @@ def test_every_container_can_be_read_in_parts(tmp_path: Path, mesh: Mesh, kind: 
         assert_equal(tree[name]["small"], noise((3,), 7))
 
 
-def test_a_bundle_is_staged_with_its_index_or_not_at_all(tmp_path: Path, mesh: Mesh) -> None:
-    value = noise((64, 80))
-    files = bundle("model.ckpt", {"w": Tensor(1, value.shape, value.tobytes())})  # DT_FLOAT
+DT_FLOAT = 1
+
+
+def test_a_bundle_goes_through_a_budget_by_its_index(tmp_path: Path, mesh: Mesh) -> None:
+    values = {f"w{n}": noise((256, 1024), n) for n in range(8)}
+    tensors = {name: Tensor(DT_FLOAT, value.shape, value.tobytes(), int(name[1])) for name, value in values.items()}
+    # Two bundles, in folders that sort before and behind each other's files.
+    files = {f"{folder}/{name}": data for folder in "ab" for name, data in bundle("m", tensors, n_shards=8).items()}
     checkpoint = Checkpoint(tmp_path, files)
-    (name,) = (name for name in files if ".data-" in name)
-    tree = checkpoint.load(shardings=place_of(mesh, "rows"), memory_budget=28_672)
-    assert_equal(tree[name]["w"], value)
-    with pytest.raises(StagingError, match="staging takes"):
-        checkpoint.load(shardings=place_of(mesh, "rows"), memory_budget=8192)
+    tree, report = checkpoint.report(shardings=place_of(mesh, "rows"), memory_budget="3MiB")
+    assert report.batches > 8
+    for folder in "ab":
+        for n in range(8):
+            assert_equal(tree[f"{folder}/m.data-{n:05d}-of-00008"][f"w{n}"], values[f"w{n}"])
+    with pytest.raises(StagingError, match="takes 1,060,864 bytes at once") as caught:
+        checkpoint.load(shardings=place_of(mesh, "rows"), memory_budget="1MiB")
+    hint = str(caught.value.hint)
+    enough = int(hint.partition("budget of ")[2].partition(" bytes")[0].replace(",", ""))
+    assert_equal(
+        checkpoint.load(shardings=place_of(mesh, "rows"), memory_budget=enough)["b/m.data-00007-of-00008"]["w7"],
+        values["w7"],
+    )
+
+
+def test_a_large_file_of_a_bundle_is_split_into_passes_each_with_the_index(tmp_path: Path, mesh: Mesh) -> None:
+    values = {f"w{n}": noise((1024, 1024, 3), n) for n in range(7)}
+    files = bundle("m", {name: Tensor(DT_FLOAT, v.shape, v.tobytes()) for name, v in values.items()})
+    checkpoint = Checkpoint(tmp_path, files)
+    tree, report = checkpoint.report(shardings=place_of(mesh, "default"), memory_budget="68MiB")
+    assert report.batches > 2
+    for name, value in values.items():
+        assert_equal(tree["m.data-00000-of-00001"][name], value)
 
 
 def test_a_shard_larger_than_the_budget_says_what_would_fit(large: Checkpoint, mesh: Mesh) -> None:
     with pytest.raises(StagingError, match=r"q/weight: a shard of shape \(8, 2560, 4096\) takes [0-9,]+ bytes") as err:
         large.load(shardings=place_of(mesh, "default"), memory_budget="60MiB")
     assert "give a memory budget of" in str(err.value.hint)
+
+
+def test_the_memory_of_all_passes_over_one_file_stays_within_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = 68 * MIB
+    values = {f"w{n}": noise((1024, 1024, 3), n) for n in range(7)}
+    data = io.BytesIO()
+    write_safetensors(data, values)
+    checkpoint = Checkpoint(tmp_path, {"m.safetensors": data.getvalue()})
+    alive: list[tuple[weakref.ref[Any], int]] = []
+    most: list[int] = []
+
+    class Counted(memory.Arena):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            alive.append((weakref.ref(self._mapping), self.cost))
+            most.append(sum(cost for mapping, cost in alive if (there := mapping()) is not None and not there.closed))
+
+    monkeypatch.setattr(memory, "Arena", Counted)
+    # What only a dead cycle holds is to be freed by the load, not by luck.
+    gc.disable()
+    try:
+        tree, report = checkpoint.report(shardings=lambda _path, _shape: None, memory_budget=budget)
+    finally:
+        gc.enable()
+    assert report.batches > 2
+    assert max(most) <= budget
+    for key, value in values.items():
+        assert_equal(tree["m.safetensors"][key], value)
 
 
 def test_damage_in_one_chunk_is_found_whichever_pass_reads_it(large: Checkpoint, mesh: Mesh) -> None:
@@ -639,6 +694,15 @@ def test_numpy_arrays_are_cast_as_well(several: Checkpoint) -> None:
     assert (tree["w00"].dtype, tree["w01"].dtype) == (np.float16, np.float32)
     assert tree["w00"].tobytes() == several.values["w00"].astype(np.float16).tobytes()
     assert not tree["w00"].flags.writeable
+
+
+def test_copies_that_a_cast_makes_of_numpy_arrays_count_against_the_budget(several: Checkpoint) -> None:
+    size = sum(path.stat().st_size for path in several.directory.iterdir())
+    with pytest.raises(StagingError, match="what is cast takes 50,332,288 beside them") as caught:
+        several.load(cast={"": "float64"}, memory_budget=size + 40 * MIB)
+    assert "--memory-budget" in str(caught.value.hint)
+    assert several.load(cast={"": "float64"}, memory_budget=size + 52 * MIB)["w00"].dtype == np.float64
+    several.load(cast={"": "float32"}, memory_budget=size + 4 * MIB)
 
 
 def test_a_cast_makes_room_for_what_jax_would_narrow(tmp_path: Path) -> None:

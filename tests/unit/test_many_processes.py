@@ -42,7 +42,8 @@ from safeload.placing import join_blocks
 RULES = [("tensor00000_000$", P(("data", "model"))), ("parameter$", P("data", "model")), ("", P(None, "model"))]
 
 def load(case):
-    mesh = Mesh(np.array(jax.devices()).reshape(case["mesh"]), ("data", "model"))
+    devices = jax.devices()[::-1] if case.get("reversed") else jax.devices()
+    mesh = Mesh(np.array(devices).reshape(case["mesh"]), ("data", "model"))
     if case.get("leaves"):
         time.sleep(6)
         os._exit(0)
@@ -58,6 +59,7 @@ def load(case):
             trust=case["key"],
             shardings=SingleDeviceSharding(jax.devices()[0]) if case.get("on_one") else partition_rules(mesh, RULES),
             joins=joins,
+            cast=case.get("cast"),
             memory_budget=case.get("budget"),
             host_timeout=case.get("timeout", 60),
         )
@@ -212,3 +214,30 @@ def test_a_host_that_ends_without_a_word_is_missed_in_time(tmp_path: Path) -> No
     assert found["error"] == "HostError", first.output[-2000:]
     assert "process 1 did not answer within 2 seconds" in found["text"]
     assert found["seconds"] < 20
+
+
+def test_processes_that_were_told_different_things_are_told_so_and_none_waits(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, 2)
+    plain = {**checkpoint.case(timeout=20), "blocks": None}
+    cases = [
+        [
+            {**plain, "mesh": MESH if number == 0 else MESH[::-1]},
+            {**plain, "reversed": number == 1},
+            {**plain, "cast": None if number == 0 else {"": "int8"}},
+            {**plain, "timeout": 20 if number == 0 else -1},
+            plain,
+        ]
+        for number in range(2)
+    ]
+    ended = run_processes(LOAD, cases)
+    assert [process.code for process in ended] == [0, 0], [process.output[-3000:] for process in ended]
+    mesh, order, cast, time, after = ([process.answer[position] for process in ended] for position in range(5))
+    for found in (mesh, order):
+        # Each array alone is well-formed: only together are they two meanings of one global array.
+        assert [one["error"] for one in found] == ["HostError", "HostError"]
+        assert all("another set of shardings" in one["text"] for one in found)
+    for found in (cast, time):
+        assert [one["error"] for one in found] == ["HostError", "ConfigError"]
+        assert "process 1 has no verdict: ConfigError" in found[0]["text"]
+    assert [one["error"] for one in after] == [None, None]
+    assert all(one["seconds"] < 15 for one in (*mesh, *order, *cast, *time))

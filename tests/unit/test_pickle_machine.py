@@ -258,10 +258,10 @@ class Counting:
     asked: list[int] = field(default_factory=lambda: [0])
     payloads: list[tuple[int, int]] = field(default_factory=list)
 
-    def peek(self, offset: int, nbytes: int) -> bytes:
+    def peek(self, offset: int, nbytes: int) -> bytes:  # noqa: ARG002 - see `Source`; so below
         raise AssertionError("a pickle is read from its start to its end")
 
-    def checksum(self, offset: int, nbytes: int, crc32: int) -> None:
+    def checksum(self, offset: int, nbytes: int, crc32: int) -> None:  # noqa: ARG002
         raise AssertionError("a pickle has no checksums")
 
     def read(self, offset: int, nbytes: int) -> bytes:

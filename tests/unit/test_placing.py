@@ -225,6 +225,17 @@ def test_a_block_of_too_few_dimensions_is_refused() -> None:
 # ---------------------------------------------------------------- casts
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"])
+def test_every_float_of_whole_bytes_can_be_cast_to(name: str) -> None:
+    assert Casts({"": name}).dtype("w", DType("float32")) == DType(name)
+
+
+@pytest.mark.parametrize("name", ["float4_e2m1fn", "float6_e2m3fn", "int8", "complex64", "float128"])
+def test_what_quantizes_or_is_no_float_cannot_be_cast_to(name: str) -> None:
+    with pytest.raises(ConfigError, match="expected a floating-point dtype"):
+        Casts({"": name})
+
+
 def test_the_first_cast_that_is_found_in_a_path_counts_and_nothing_else_is_cast() -> None:
     casts = Casts({"norm": "float32", "w$": "bfloat16"})
     stored = DType("float16")

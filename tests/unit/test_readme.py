@@ -3,34 +3,19 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from safeload.policy import Policy, load_policy
+from tests.readme_blocks import ROOT, commands, run, shape
+from tests.readme_blocks import blocks as blocks_of
 
-ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BIN = Path(sys.executable).parent
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
-def commands(block: str) -> Iterator[tuple[str, str]]:
-    """Yield each command of a console block and the output that the README shows for it."""
-    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        command, _, output = part.partition("\n")
-        yield command, output
-
-
-def shape(text: str) -> str:
-    """Return output with what differs from run to run made equal: digests, times, the order of the two streams."""
-    text = re.sub(r"\b[0-9a-f]{16}([0-9a-f]{48})?\b", "<digest>", text)
-    text = re.sub(r"in [0-9.]+ s( \([0-9.]+ GB/s\))?", "in <time>", text)
-    return "\n".join(sorted(line.rstrip() for line in text.splitlines() if line.strip()))
+    return blocks_of(README, language)
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +24,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("readme")
 
 
-def run(command: str, folder: Path) -> tuple[str, int]:
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env={"PATH": f"{BIN}:/usr/bin:/bin", "COLUMNS": "200", "NO_COLOR": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.stdout + done.stderr, done.returncode
-
-
 def test_every_command_of_the_readme_prints_what_it_shows(folder: Path) -> None:
-    console, python = blocks("console"), blocks("python")
-    signing, key, refusal, policies, trust = console
-    (making, loading) = python
-    order = [key, making, signing, loading, refusal, policies, trust]
-    for block in order:
-        if block in python:
+    signing, key, making, *rest = re.findall(r"```(console|python)\n(.*?)```", README, re.DOTALL)
+    # The first screen shows what the page is about, with the key and the checkpoint that are made below it.
+    for language, block in [key, making, signing, *rest]:
+        if language == "python":
             subprocess.run([sys.executable, "-c", block], cwd=folder, check=True, timeout=120)
             continue
         for command, shown in commands(block):

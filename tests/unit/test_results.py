@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
+import numpy as np
 import pytest
+from numpy._core.multiarray import _reconstruct
 
 from safeload.errors import FormatError, LimitError, PolicyError
 from safeload.formats.pickles.results import MAX_NAME_CHARACTERS
@@ -259,3 +263,24 @@ def test_a_record_without_a_rule_for_scales_needs_none() -> None:
         update={"pickle": PickleRules(protocols=(4,), globals=rules.globals, records=(grouped,))}
     )
     assert refused(build(w.record(("a", ARRAY), ("b", ARRAY), module="m", name="Pair")), strict)[1] == "bad-record"
+
+
+def test_arrays_that_share_one_payload_are_bounded() -> None:
+    """Each is put in C order where its digest is taken, so a megabyte could cost as many seconds as it has names."""
+    payload = bytes(1 << 20)
+
+    class Shared:
+        def __init__(self, rows: int) -> None:
+            self.rows = rows
+
+        def __reduce__(self) -> tuple[object, ...]:
+            state = (1, (self.rows, (1 << 20) // self.rows), np.dtype("u1"), True, payload)
+            return _reconstruct, (np.ndarray, (0,), b"b"), state
+
+    policy = policy_with(limits={"max_inline_bytes": 1 << 20})
+    few = pickle.dumps([Shared(1 << bits) for bits in range(1, 17)], 4)
+    many = pickle.dumps([Shared(1 << bits) for bits in range(1, 19)], 4)
+    assert parse(few, policy).refusal is None
+    found = parse(many, policy).refusal
+    assert type(found) is LimitError
+    assert [finding.code for finding in found.findings] == ["limit-exceeded"]

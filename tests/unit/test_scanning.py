@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from safeload import scanning
 from safeload.errors import ConfigError, SafeloadError, StagingError
 from safeload.files import Root
 from safeload.formats.pickles.writing import pickle_shard
@@ -86,7 +87,7 @@ def test_every_file_of_a_directory_has_exactly_one_verdict(tmp_path: Path) -> No
         "cut": ["truncated"],
         "longer": ["data-after-stop"],
         "noise": ["not-a-pickle"],
-        "zip": ["format-not-supported"],
+        "zip": ["zip-bad-end"],
         "config.json": [],
         "broken.json": ["name-contradicts-content"],
         "control.txt": ["name-contradicts-content"],
@@ -660,3 +661,20 @@ def test_a_policy_in_what_is_scanned_is_nobodys_word(tmp_path: Path) -> None:
         scan(folder, policy=policy)
     outside = policy.rename(tmp_path / "mine.toml")
     assert scan(folder, policy=outside).is_accepted
+
+
+def test_the_digest_of_an_array_in_another_order_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    (tmp_path / "w").write_bytes(pickle.dumps({"a": array, "b": array, "c": array}))
+    taken = []
+    real = vars(scanning)["_digest"]
+
+    def digest(*arguments: Any) -> Any:
+        taken.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(scanning, "_digest", digest)
+    (file,) = scan(tmp_path, digests=True).files
+    assert len({spec.sha256 for spec in file.tensors}) == 1
+    assert [spec.name for spec in file.tensors] == ["a", "b", "c"]
+    assert len(taken) == 1

@@ -182,6 +182,19 @@ def test_files_without_tensors_come_first_and_then_the_largest(checkpoint: Path)
     assert "ckpt-0/07" in seen[-1]
 
 
+def test_indexes_come_before_what_may_be_read_by_them(tmp_path: Path) -> None:
+    # A data file of a bundle without a tensor in it, which sorts before its index and has a batch of its own.
+    contents = {"b.data": content(1, 200_000), "b.index": content(2, 10)}
+    lay_out(tmp_path, contents)
+    listed = [
+        replace(entry("b.data", contents["b.data"], has_tensor=False), format="tensorflow", role="weights"),
+        replace(entry("b.index", contents["b.index"], has_tensor=False), format="index"),
+    ]
+    with stream(tmp_path, trusted_of(listed), memory_budget=300_000) as batches:
+        found = [(list(staged.files), set(staged.indexes)) for staged in batches]
+    assert found == [(["b.index"], {"b.index"}), (["b.data"], {"b.index"})]
+
+
 @pytest.mark.parametrize("budget", [LARGEST, 2 * LARGEST, 2 * LARGEST + CHUNK, 3 * LARGEST, 50 * CHUNK])
 def test_the_sum_of_all_memory_never_exceeds_the_budget(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mappings: list[mmap.mmap], budget: int

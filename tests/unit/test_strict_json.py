@@ -229,3 +229,15 @@ def test_a_repeated_key_among_many_is_found_in_linear_time(monkeypatch: pytest.M
     start = time.process_time()
     refused(text, '"99999" twice', max_bytes=10**7, max_values=10**6)
     assert time.process_time() - start < 5  # comparing each with each takes minutes
+
+
+@pytest.mark.parametrize(("text", "read"), [(b"[144.0]", [144]), (b"[0.00]", [0]), (b"[12]", [12])])
+def test_a_whole_number_with_a_point_is_read_where_that_is_asked_for(text: bytes, read: object) -> None:
+    assert strict_json.loads(text, max_bytes=99, max_depth=2, whole_floats=True) == read
+
+
+@pytest.mark.parametrize("text", [b"[144.5]", b"[-1.0]", b"[1e3]", b"[1.0e3]", b"[9007199254740993.0]", b"[NaN]"])
+def test_no_other_float_is(text: bytes) -> None:
+    with pytest.raises(ManifestError) as caught:
+        strict_json.loads(text, max_bytes=99, max_depth=2, whole_floats=True)
+    assert caught.value.findings[0].code == "bad-json"

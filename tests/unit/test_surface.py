@@ -10,6 +10,7 @@ from safeload.expecting import Expectations
 
 PUBLIC = {
     # verbs
+    "audit",
     "convert",
     "copy_verified",
     "diff",
@@ -22,6 +23,7 @@ PUBLIC = {
     "sign",
     "verify",
     # nouns
+    "Audit",
     "Join",
     "LoadReport",
     "Finding",

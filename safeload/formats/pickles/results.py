@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from typing import NoReturn
 
@@ -25,7 +26,16 @@ bound a long key would be copied into the name of every tensor below it."""
 
 MAX_VIEWS_OF_A_BYTE = 16
 """How often, on average, a byte of a file's storages may be in tensors that are not the same view. Honest files come to
-1 or 2 (a flat buffer and the parameters in it). Each view is written out where it is loaded or hashed."""
+1 or 2 (a flat buffer and the parameters in it). Each view is written out where it is loaded or hashed. The payload of
+an array is a storage as well: numpy writes one for each, and others may let many arrays share one."""
+
+MAX_SPANS_OF_A_BYTE = 64
+"""The same of the bytes from a view's first element to its last, which are read to hash the few among them that are the
+view's. Honest files come to some tens, where a matrix is saved as that many slices of its columns."""
+
+MAX_CROSSINGS = 1_000_000
+"""How often a tensor may begin or end inside another, beyond `MAX_SPANS_OF_A_BYTE` times for each tensor. At each such
+place the digests of all that are open there go on, at about a microsecond each."""
 
 
 class Results:
@@ -38,8 +48,8 @@ class Results:
         self._open: set[int] = set()  # containers that the current path goes through
         self._n_values = 0
         self._n_characters = 0
-        self._storages: dict[str, int] = {}  # bytes of each storage that a tensor is a view of
-        self._views: dict[tuple[object, ...], int] = {}  # bytes of each view, when written out
+        self._storages: dict[object, int] = {}  # bytes of each storage or payload that a tensor is a view of
+        self._views: dict[tuple[Extent, *tuple[object, ...]], int] = {}  # bytes of each view, when written out
 
     def convert(self, result: object, *, has_refusals: bool = False) -> Value:
         """Return the value that the file holds.
@@ -64,7 +74,27 @@ class Results:
                 f"{sum(self._views.values()):,} bytes of tensors in {sum(self._storages.values()):,} bytes of storages"
             )
             self._limit("max_inline_bytes", f"views of one another that come to {total}")
+        self._check_spans()
         return value
+
+    def _check_spans(self) -> None:
+        """Refuse tensors that overlap so much that to hash them is out of proportion to what they hold."""
+        spans = {(extent.offset, extent.nbytes) for extent, *_ in self._views if extent.nbytes}
+        total = sum(nbytes for _, nbytes in spans)
+        have = sum(self._storages.values())
+        if total > MAX_SPANS_OF_A_BYTE * have + self._policy.limits.max_inline_bytes:
+            spanned = f"{total:,} bytes from their first elements to their last, in {have:,} bytes of storages"
+            self._limit("max_inline_bytes", f"strided views that come to {spanned}")
+        ends = sorted({at for offset, nbytes in spans for at in (offset, offset + nbytes)})
+        crossings = sum(bisect_left(ends, offset + n) - bisect_right(ends, offset) for offset, n in spans)
+        if crossings > MAX_SPANS_OF_A_BYTE * len(spans) + MAX_CROSSINGS:
+            raise LimitError(
+                Finding(
+                    "limit-exceeded",
+                    f"expected tensors that lie apart, found {len(spans):,} that overlap in {crossings:,} places",
+                    hint="save copies of the tensors: `tensor.clone()`",
+                )
+            )
 
     def _value(self, value: object) -> Value:
         self._n_values += 1
@@ -128,6 +158,9 @@ class Results:
         if array.extent is None or array.dtype is None:
             refuse("incomplete-array", "an array must get its state by BUILD, found none", array.offset)
         spec = TensorSpec(self._name(array), array.dtype, array.shape, array.order, array.extent)
+        payload = array.extent.offset, array.extent.nbytes
+        self._storages[payload] = array.extent.nbytes
+        self._views[array.extent, spec.dtype, spec.shape, spec.order] = array.extent.nbytes
         self.tensors.append(spec)
         return spec
 
@@ -144,7 +177,7 @@ class Results:
                 tensor.offset,
             )
         self._storages[storage.key] = storage.nbytes
-        self._views[extent, spec.shape, spec.order, spec.strides] = nbytes
+        self._views[extent, spec.dtype, spec.shape, spec.order, spec.strides] = nbytes
         self.tensors.append(spec)
         return spec
 

@@ -1,0 +1,128 @@
+"""The SARIF log against OASIS's schema, and what the schema does not say: places, identities, and no links in names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped] # its types are a package of their own
+import pytest
+
+from safeload.errors import Finding
+from safeload.rendering.rules import RULES
+from safeload.rendering.sarif import sarif_json, uri
+from safeload.report import FileReport, Report
+from tests.reports_sample import RUN, accepted, audited, hostile, large, refused
+
+SCHEMA = json.loads((Path(__file__).parent.parent / "sarif" / "sarif-2.1.0.schema.json").read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def run_of(report: Report) -> Any:
+    log = json.loads(sarif_json(report))
+    assert [error.message for error in VALIDATOR.iter_errors(log)] == []
+    (run,) = log["runs"]
+    return run
+
+
+def every_code() -> Report:
+    findings = (Finding(code, "expected a, found b", offset=n or None) for n, code in enumerate(RULES))
+    return Report((FileReport("x", "pickle", 1, "0" * 64, tuple(findings)),), (), RUN)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [audited(accepted("m/a")), audited(), hostile(), large(2000), every_code(), Report((refused("x"),))],
+    ids=["accepted", "empty", "hostile", "large", "every-code", "no-facts"],
+)
+def test_a_log_is_what_the_schema_says(report: Report) -> None:
+    assert len(run_of(report)["results"]) == len(report.all_findings)
+
+
+def test_the_schema_would_notice() -> None:
+    log = json.loads(sarif_json(audited(refused("m/a"))))
+    log["runs"][0]["results"][0]["message"]["txt"] = "misspelled"
+    assert not VALIDATOR.is_valid(log)
+
+
+def test_a_result_says_where_to_the_byte() -> None:
+    (result,) = run_of(audited(refused("m/a b")))["results"]
+    (location,) = result["locations"]
+    assert location["physicalLocation"] == {
+        "artifactLocation": {"uri": "m/a%20b"},
+        "region": {"byteOffset": 17, "byteLength": 1},
+    }
+    assert "m/a b: policy grok-1 does not allow os.system (at byte 17). Hint: safeload explain it." in str(result)
+
+
+def test_a_finding_of_no_file_has_no_place() -> None:
+    (result,) = run_of(audited(findings=(Finding("untrusted-key", "nobody signed"),)))["results"]
+    assert "locations" not in result
+
+
+def test_rules_are_those_that_results_refer_to() -> None:
+    run = run_of(every_code())
+    rules = run["tool"]["driver"]["rules"]
+    assert [rule["id"] for rule in rules] == sorted(RULES)
+    assert all(rules[result["ruleIndex"]]["id"] == result["ruleId"] for result in run["results"])
+    assert all(rule["shortDescription"]["text"] and rule["help"]["text"] for rule in rules)
+
+
+def test_code_that_would_run_is_the_most_severe() -> None:
+    rules = {
+        rule["id"]: rule["properties"]["security-severity"] for rule in run_of(every_code())["tool"]["driver"]["rules"]
+    }
+    assert float(rules["global-not-allowed"]) > float(rules["digest-mismatch"]) > float(rules["truncated"])
+
+
+def test_the_fingerprint_stays_with_code_file_digest_and_place() -> None:
+    def print_of(file: FileReport) -> str:
+        (result,) = run_of(audited(file))["results"]
+        return str(result["partialFingerprints"])
+
+    base = refused("m/a")
+    assert print_of(base) == print_of(refused("m/a"))
+    others = [refused("m/b"), refused("m/a", "bad-call")]
+    others.append(FileReport("m/a", "pickle", 1, "0" * 64, base.findings))
+    others.append(FileReport("m/a", "pickle", 1, base.sha256, (Finding("global-not-allowed", "m", offset=18),)))
+    assert len({print_of(base), *map(print_of, others)}) == 5
+
+
+def test_what_is_known_is_suppressed_with_its_reason_and_what_is_new_is_not() -> None:
+    old, new = refused("m/old"), refused("m/new")
+    first, second = run_of(audited(old, new, known=(old,)))["results"]
+    assert (first["baselineState"], second["baselineState"]) == ("unchanged", "new")
+    assert first["suppressions"] == [{"kind": "external", "status": "accepted", "justification": "looked at by hand"}]
+    assert "suppressions" not in second
+
+
+def test_without_a_baseline_nothing_is_called_new() -> None:
+    assert "baselineState" not in run_of(audited(refused("m/a")))["results"][0]
+
+
+def test_a_name_is_no_link_and_no_placeholder() -> None:
+    (result,) = run_of(audited(refused("m/[click](https://example.org){0}")))["results"]
+    assert r"m/\[click\](https://example.org){{0}}: policy" in result["message"]["text"]
+
+
+def test_artifacts_are_the_refused_files_with_their_digests() -> None:
+    bad = refused("m/a")
+    (artifact,) = run_of(audited(bad, accepted("m/b")))["artifacts"]
+    assert artifact["hashes"] == {"sha-256": bad.sha256}
+    assert artifact["length"] == bad.size
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("a/b-c_d.e~f", "a/b-c_d.e~f"),
+        ("./a", "a"),
+        ("/tmp/ü", "file:///tmp/%C3%BC"),  # noqa: S108 - nothing is there, nor looked for
+        ("a:b", "a%3Ab"),
+        ("caf\udcff", "caf%FF"),
+        ("\ud800", "%ED%A0%80"),
+        ("a?b#c%d", "a%3Fb%23c%25d"),
+        ("a\\b\n", "a%5Cb%0A"),
+    ],
+)
+def test_a_path_is_a_uri_reference(path: str, expected: str) -> None:
+    assert uri(path) == expected

@@ -1,0 +1,343 @@
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import safeload
+from safeload import resuming
+from safeload.errors import (
+    ConfigError,
+    DigestMismatchError,
+    FormatError,
+    ManifestError,
+    PolicyError,
+    RollbackError,
+    ShardingError,
+)
+from safeload.loading import load_host
+from safeload.publishing import describe, sign
+from safeload.resuming import TrainingState, restore_training, save_training
+from safeload.saving import save
+from safeload.trees import named_leaves
+from safeload.trust.keys import SecretKey
+
+KEY = SecretKey.generate("ed25519")
+
+
+def state(**changes: Any) -> TrainingState:
+    shared = np.arange(6, dtype=np.float32).reshape(2, 3)
+    made: dict[str, Any] = {
+        "params": {"embedding": shared, "head": shared, "norm": np.ones(3, ml_dtypes.bfloat16)},
+        "optimizer": ({"mu": {"w": np.full(3, 0.25, np.float32)}, "count": np.array(3, np.int32)}, ()),
+        "step": 3,
+        "rng": {"dropout": np.array([1, 2], np.uint32)},
+    }
+    return TrainingState(**(made | changes))
+
+
+def saved(what: TrainingState, directory: Path, **options: Any) -> Path:
+    return save_training(what, directory, keys=[KEY], model="tiny", revision="step-3", **options)
+
+
+def restored(directory: Path, like: TrainingState, **options: Any) -> TrainingState:
+    return restore_training(directory, like, trust=KEY.public, **options)
+
+
+def zeros(like: TrainingState) -> TrainingState:
+    trees = {part: jax.tree.map(np.zeros_like, getattr(like, part)) for part in ("optimizer", "rng")}
+    shared = np.zeros_like(like.params["embedding"])
+    norm = np.zeros_like(like.params["norm"])
+    return TrainingState(params={"embedding": shared, "head": shared, "norm": norm}, step=0, **trees)
+
+
+def bits(tree: Any) -> dict[str, bytes]:
+    return {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(tree).items()}
+
+
+# ---------------------------------------------------------------- a run
+
+
+def test_step_4_is_bit_identical_with_and_without_the_restore_and_not_without_the_moments(tmp_path: Path) -> None:
+    optax = pytest.importorskip("optax", reason="optax is not installed: it is part of the extra dev")
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    data = np.random.default_rng(5).normal(size=(10, 4, 3)).astype(np.float32)
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        hidden = jax.numpy.tanh(batch @ params["in"]) * jax.random.bernoulli(key, 0.8, (4, 5))
+        return ((hidden @ params["out"] - batch) ** 2).mean()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: Any, moments: Any, batch: Any, key: Any) -> Any:
+        grads = jax.grad(loss)(params, batch, key)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    def train(run: TrainingState) -> TrainingState:
+        key, own = jax.random.split(run.rng)
+        batch = data[run.data_progress["batches"]]
+        # Copies, because the update takes its arguments over.
+        params, moments = update(*jax.tree.map(jax.numpy.copy, (run.params, run.optimizer)), batch, own)
+        return TrainingState(
+            params, moments, run.step + 1, key, data_progress={"batches": run.data_progress["batches"] + 1}
+        )
+
+    def begin() -> TrainingState:
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = {"in": jax.random.normal(keys[0], (3, 5)), "out": jax.random.normal(keys[1], (5, 3))}
+        return TrainingState(params, optimizer.init(params), 0, keys[2], data_progress={"batches": 0})
+
+    run = begin()
+    for _ in range(3):
+        run = train(run)
+    saved(run, tmp_path / "run")
+    trees = ("params", "optimizer", "rng")
+    params, moments, key = jax.eval_shape(lambda: (begin().params, begin().optimizer, begin().rng))
+    like = TrainingState(params, moments, 0, key)
+    back = restored(tmp_path / "run", like)
+    assert (back.step, back.data_progress) == (3, {"batches": 3})
+
+    def all_bits(of: TrainingState) -> dict[str, bytes]:
+        return bits((of.params, of.optimizer, jax.random.key_data(of.rng)))
+
+    assert all_bits(back) == all_bits(run)
+    assert all_bits(train(back)) == all_bits(train(run))
+    others = {
+        "optimizer": optimizer.init(back.params),
+        "rng": jax.random.key(1),
+        "data_progress": {"batches": 0},
+    }
+    for part, other in others.items():
+        fields = {name: getattr(back, name) for name in (*trees, "step", "data_progress")}
+        wrong = train(TrainingState(**(fields | {part: other})))
+        assert bits(wrong.params) != bits(train(run).params), part
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+def test_a_state_comes_back_bit_by_bit_in_place_and_with_its_ties(tmp_path: Path) -> None:
+    progress = {
+        "epoch": 2,
+        "files": ["a", "b\N{SNOWMAN}"],
+        "rate": 0.1,
+        "least": 5e-324,
+        "endless": float("inf"),
+        "sampler": np.random.default_rng(3).bit_generator.state,
+        "none": None,
+        "on": True,
+    }
+    manifest = saved(state(schedule={"plateau": [1, -0.0]}, data_progress=progress), tmp_path / "run")
+    like = zeros(state())
+    back = restored(tmp_path / "run", like)
+    assert manifest == tmp_path / "run" / "manifest.json"
+    for part in ("params", "optimizer", "rng"):
+        assert bits(getattr(back, part)) == bits(getattr(state(), part)), part
+    assert back.params["norm"] is like.params["norm"]
+    assert back.params["embedding"] is back.params["head"]
+    assert back.step == 3
+    assert repr(back.schedule) == "{'plateau': [1, -0.0]}"
+    assert back.data_progress == progress
+    assert type(back.data_progress["on"]) is bool
+
+
+def test_each_part_is_a_file_of_its_role_in_a_checkpoint_of_kind_training(tmp_path: Path) -> None:
+    manifest = saved(state(schedule={}, data_progress=[]), tmp_path / "run")
+    trusted, _ = load_host(tmp_path / "run", manifest=manifest, trust=KEY.public, purpose="training")
+    assert trusted.manifest.kind == "training"
+    assert {file.path: file.role for file in trusted.manifest.files} == {
+        "model.safetensors": "weights",
+        "optimizer.safetensors": "optimizer",
+        "rng.safetensors": "rng",
+        "step.json": "step",
+        "schedule.json": "schedule",
+        "data_progress.json": "data-progress",
+    }
+    assert set(trusted.manifest.requires) == {"weights", "optimizer", "step", "rng"}
+
+
+def test_ties_of_descriptions_come_from_the_checkpoint(tmp_path: Path) -> None:
+    saved(state(), tmp_path / "run")
+    params, moments, keys = jax.eval_shape(lambda: (state().params, state().optimizer, state().rng))
+    back = restored(tmp_path / "run", TrainingState(params, moments, 0, keys))
+    assert back.params["embedding"] is back.params["head"]
+    assert bits(back.params) == bits(state().params)
+
+
+def test_typed_keys_come_back_with_their_generator(tmp_path: Path) -> None:
+    keys = {"a": jax.random.key(3, impl="rbg"), "b": jax.random.split(jax.random.key(4), 2)}
+    saved(state(rng=keys), tmp_path / "run")
+    back = restored(tmp_path / "run", state(rng=jax.eval_shape(lambda: keys)))
+    for name, key in keys.items():
+        assert back.rng[name].dtype == key.dtype
+        assert jax.random.key_data(back.rng[name]).tolist() == jax.random.key_data(key).tolist()
+    with pytest.raises(ShardingError, match="typed keys"):
+        restored(tmp_path / "run", state(rng={"a": np.zeros(4, np.uint32), "b": np.zeros((2, 2), np.uint32)}))
+    other = {"a": jax.random.key(3, impl="unsafe_rbg"), "b": keys["b"]}
+    with pytest.raises(ShardingError, match="another generator"):
+        restored(tmp_path / "run", state(rng=other))
+
+
+def test_an_optimizer_without_arrays_still_has_its_role(tmp_path: Path) -> None:
+    saved(state(optimizer=((), None)), tmp_path / "run")
+    back = restored(tmp_path / "run", state(optimizer=((), None)))
+    assert back.optimizer == ((), None)
+
+
+def test_a_later_state_takes_the_place_of_an_earlier_one_and_the_history_minds(tmp_path: Path) -> None:
+    saved(state(), tmp_path / "run", version=1)
+    with pytest.raises(ConfigError, match="replace=True"):
+        saved(state(step=4), tmp_path / "run", version=2)
+    saved(state(), tmp_path / "old", version=1)
+    saved(state(step=4), tmp_path / "run", version=2, replace=True)
+    history = tmp_path / "history.json"
+    assert restored(tmp_path / "run", zeros(state()), history=history).step == 4
+    with pytest.raises(RollbackError):
+        restored(tmp_path / "old", zeros(state()), history=history)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"step": -1}, "step"),
+        ({"step": True}, "step"),
+        ({"step": np.int64(3)}, "step"),
+        ({"params": {}}, "params"),
+        ({"params": {"a": 1.0}}, "expected arrays"),
+        ({"params": {"a": np.zeros(2, ml_dtypes.int4)}}, "safetensors has no dtype int4"),
+        ({"schedule": {"a": np.zeros(1)}}, "schedule"),
+        ({"schedule": {"a": np.float32(1)}}, "schedule"),
+        ({"data_progress": {1: 2}}, "data_progress"),
+        ({"data_progress": {"$float": 2}}, "data_progress"),
+        ({"data_progress": (1, 2)}, "data_progress"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_and_nothing_is_left(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        saved(state(**changes), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_other_processes_hold_parts_of_is_refused(tmp_path: Path) -> None:
+    part = SimpleNamespace(dtype=np.dtype(np.float32), shape=(2,), is_fully_addressable=False)
+    with pytest.raises(ConfigError, match="params/w: other processes hold parts of it; gather it first"):
+        saved(state(params={"w": part}), tmp_path / "run")
+
+
+def test_data_that_hold_themselves_are_refused(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ConfigError, match="hold itself"):
+        saved(state(data_progress=endless), tmp_path / "run")
+
+
+def test_other_kinds_purposes_and_no_key_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kind"):
+        saved(state(), tmp_path / "run", kind="inference")
+    with pytest.raises(ConfigError, match="keys"):
+        save_training(state(), tmp_path / "run", keys=[], model="tiny", revision="1")
+    with pytest.raises(ManifestError, match="tokenizer"):
+        saved(state(), tmp_path / "run", require=["tokenizer"])
+    saved(state(), tmp_path / "run")
+    with pytest.raises(ConfigError, match="purpose"):
+        restored(tmp_path / "run", zeros(state()), purpose="inference")
+
+
+def test_a_checkpoint_for_inference_is_none_to_resume_from(tmp_path: Path) -> None:
+    save(state().params, tmp_path / "m", layout="safetensors", keys=[KEY], model="tiny", revision="1")
+    with pytest.raises(PolicyError) as caught:
+        restored(tmp_path / "m", zeros(state()))
+    assert {finding.code for finding in caught.value.findings} == {"role-missing"}
+    assert len(caught.value.findings) == 3
+
+
+def resigned(directory: Path, file: str, text: str) -> Path:
+    """Replace a file of a state by another, and sign that."""
+    (directory / file).write_text(text, encoding="utf-8")
+    (directory / "manifest.json").unlink()
+    manifest = directory.parent / "resigned.json"
+    manifest.write_bytes(sign(directory, keys=[KEY], model="tiny", revision="1", kind="training"))
+    return manifest
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("step.json", "{}"),
+        ("step.json", '{"schema": 2, "step": 3}'),
+        ("step.json", '{"schema": 1, "step": true}'),
+        ("step.json", '{"schema": 1, "step": -1}'),
+        ("step.json", '{"schema": 1, "step": 3, "more": 1}'),
+        ("step.json", '{"schema": 1, "step": 3, "step": 4}'),
+        ("step.json", '{"schema": 1, "step": 3, "ties": [["params/head"]]}'),
+        ("schedule.json", '{"a": {"$float": "x"}}'),
+        ("schedule.json", '{"a": {"$float": "0x1p99999"}}'),
+        ("schedule.json", '{"a": {"$int": 1}}'),
+        ("schedule.json", '{"a": 0.5}'),
+    ],
+)
+def test_a_signed_state_that_says_something_else_is_refused(file: str, text: str, tmp_path: Path) -> None:
+    saved(state(schedule={}), tmp_path / "run")
+    manifest = resigned(tmp_path / "run", file, text)
+    with pytest.raises(FormatError) as caught:
+        restored(tmp_path / "run", zeros(state()), manifest=manifest)
+    assert [(finding.code, finding.file) for finding in caught.value.findings] == [("bad-training-state", file)]
+
+
+@pytest.mark.parametrize("ties", [[["params/head", "params/none"]], [["params/norm", "params/embedding"]]])
+def test_ties_of_what_is_no_parameter_or_another_shape_are_refused(ties: Any, tmp_path: Path) -> None:
+    saved(state(), tmp_path / "run")
+    text = json.dumps({"schema": 1, "step": 3, "ties": ties})
+    with pytest.raises(ShardingError, match="tied"):
+        restored(tmp_path / "run", zeros(state()), manifest=resigned(tmp_path / "run", "step.json", text))
+
+
+def test_a_changed_byte_in_any_file_is_refused_and_nothing_is_left_of_the_rest(tmp_path: Path) -> None:
+    manifest = saved(state(schedule={}), tmp_path / "run").read_bytes()
+    (tmp_path / "run" / "manifest.json").unlink()
+    for path in sorted((tmp_path / "run").iterdir()):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        like = zeros(state())
+        with pytest.raises(DigestMismatchError):
+            restored(tmp_path / "run", like, manifest=manifest)
+        assert not any(np.asarray(leaf).any() for leaf in named_leaves(like.params).values())
+        path.write_bytes(whole)
+
+
+def test_a_state_of_another_structure_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    saved(state(), tmp_path / "run")
+    like = zeros(state())
+    with pytest.raises(ShardingError, match=r"missing optimizer/nu: float32 \(3,\); unexpected optimizer/0"):
+        restored(tmp_path / "run", TrainingState(like.params, {"nu": np.zeros(3, np.float32)}, 0, like.rng))
+
+
+def test_what_is_read_back_to_be_signed_must_be_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tampering(directory: Path, **options: Any) -> Any:
+        (directory / "step.json").write_text('{"schema": 1, "step": 9}', encoding="utf-8")
+        return describe(directory, **options)
+
+    monkeypatch.setattr(resuming, "describe", tampering)
+    with pytest.raises(DigestMismatchError) as caught:
+        saved(state(), tmp_path / "run")
+    assert [finding.file for finding in caught.value.findings] == ["step.json"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_weights_of_a_run_load_as_any_others_do(tmp_path: Path) -> None:
+    manifest = saved(state(), tmp_path / "run")
+    tree = safeload.load(tmp_path / "run", manifest=manifest, trust=KEY.public)
+    assert sorted(tree["model.safetensors"]) == ["params/embedding", "params/norm"]
