@@ -18,16 +18,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from safeload.assembling import partition_rules
     from safeload.auditing import Audit, audit
+    from safeload.companions import load_model
     from safeload.converting import convert, copy_verified
     from safeload.diffing import diff
     from safeload.errors import Finding, SafeloadError
+    from safeload.fetching.fetch import fetch
+    from safeload.fetching.remote import scan_remote
+    from safeload.filling import assign, fill, load_into
     from safeload.loading import load, load_and_report, verify
     from safeload.manifest import Manifest, TrustedManifest
     from safeload.placing import Join, join_blocks
     from safeload.policy import Policy
     from safeload.publishing import sign
     from safeload.records import QuantizedWeight8bit
+    from safeload.remapping import remap
     from safeload.report import Report
+    from safeload.resuming import TrainingState, restore_training, save_training
     from safeload.saving import save
     from safeload.scanning import scan
     from safeload.tally import LoadReport
@@ -49,17 +55,27 @@ __all__ = [
     "SafeloadError",
     "SecretKey",
     "TensorSpec",
+    "TrainingState",
     "TrustedManifest",
+    "assign",
     "audit",
     "convert",
     "copy_verified",
     "diff",
+    "fetch",
+    "fill",
     "join_blocks",
     "load",
     "load_and_report",
+    "load_into",
+    "load_model",
     "partition_rules",
+    "remap",
+    "restore_training",
     "save",
+    "save_training",
     "scan",
+    "scan_remote",
     "sign",
     "verify",
 ]
@@ -77,17 +93,27 @@ _MODULES = {
     "SafeloadError": "errors",
     "SecretKey": "trust.keys",
     "TensorSpec": "tensors",
+    "TrainingState": "resuming",
     "TrustedManifest": "manifest",
+    "assign": "filling",
     "audit": "auditing",
     "convert": "converting",
     "copy_verified": "converting",
     "diff": "diffing",
+    "fetch": "fetching.fetch",
+    "fill": "filling",
     "join_blocks": "placing",
     "load": "loading",
     "load_and_report": "loading",
+    "load_into": "filling",
+    "load_model": "companions",
     "partition_rules": "assembling",
+    "remap": "remapping",
+    "restore_training": "resuming",
     "save": "saving",
+    "save_training": "resuming",
     "scan": "scanning",
+    "scan_remote": "fetching.remote",
     "sign": "publishing",
     "verify": "loading",
 }

@@ -129,8 +129,12 @@ def _attention(query: Any, key: Any, value: Any, mask: Any, n_head: int) -> Any:
 def logits(tree: Mapping[str, Any], tokens: Any, *, n_head: int = CONFIG.n_head) -> Any:
     """Logits [tokens, vocabulary] of the nested dict, in float64."""
 
+    def columns(weight: Any) -> Any:
+        # In one order whatever the file's was: a view that lies otherwise in memory is summed otherwise.
+        return np.ascontiguousarray(weight.T, dtype=np.float64)
+
     def layer(x: Any, at: Mapping[str, Any]) -> Any:
-        return x @ at["weight"].T.astype(np.float64) + at["bias"]
+        return x @ columns(at["weight"]) + at["bias"]
 
     x = tree["token_embedding"][tokens].astype(np.float64) + tree["position_embedding"][: len(tokens)]
     for number in range(len(tree["blocks"])):
@@ -143,7 +147,7 @@ def logits(tree: Mapping[str, Any], tokens: Any, *, n_head: int = CONFIG.n_head)
         forward = block["feed_forward"]
         x = x + layer(_gelu(layer(h, forward["expand"])), forward["contract"])
     x = _norm(x, tree["final_norm"]["scale"], tree["final_norm"]["shift"])
-    return x @ tree["output_head"]["weight"].T.astype(np.float64)
+    return x @ columns(tree["output_head"]["weight"])
 
 
 def published_logits(arrays: Arrays, tokens: Any, config: GPT2Config = CONFIG) -> Any:

@@ -248,6 +248,7 @@ def in_an_hour() -> str:
         ("999999999", 86400, 86400),
         ("Mon, 01 Jan 2001 00:00:00 GMT", 0, 0),
     ],
+    ids=["seconds", "now", "in an hour", "too long", "long ago"],
 )
 def test_retry_after_is_read_in_both_forms_and_bounded(client: Client, value: str, low: float, high: float) -> None:
     found = refusal(client, answering(status=503, body=b"", Content_Length=0, Retry_After=value)).retry_after

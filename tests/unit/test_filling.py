@@ -180,7 +180,9 @@ def test_leaves_that_are_one_are_given_once_or_with_equal_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [{}, {"a": 1.0}, {"a": object()}, [], {"a": {"b": np.zeros(1)}, "a/b": np.zeros(1)}], ids=str
+    "target",
+    [{}, {"a": 1.0}, {"a": object()}, [], {"a": {"b": np.zeros(1)}, "a/b": np.zeros(1)}],
+    ids=["empty", "number", "object", "list", "one name twice"],
 )
 def test_what_is_no_tree_of_arrays_is_refused(target: Any) -> None:
     with pytest.raises(ConfigError):
