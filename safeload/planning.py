@@ -11,7 +11,7 @@ import math
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,6 +271,7 @@ def plan(
             for file in inventory.files
             if not file.has_chunks and file.size > memory_budget
         ]
+        findings += _too_large_at_once(inventory, placed, memory_budget)
     return LoadPlan(
         inventory,
         MappingProxyType(dict(mesh)),
@@ -282,6 +283,21 @@ def plan(
         rates,
         tuple(findings),
     )
+
+
+def _too_large_at_once(inventory: Inventory, placed: Sequence[PlacedTensor], memory_budget: int) -> Iterator[Finding]:
+    """Yield the files of which the least that a load reads at once is more than the budget."""
+    largest: dict[str, int] = {}
+    for tensor in placed:
+        path = tensor.tensor.file
+        largest[path] = max(largest.get(path, 0), tensor.device_nbytes)
+    for file in inventory.files:
+        # A device's part of a tensor is put there in one piece, and what is read is whole chunks.
+        least = min(file.size, max(CHUNK_BYTES, largest.get(file.path, 0)))
+        if file.has_chunks and least > memory_budget:
+            message = f"expected at most {memory_budget:,} bytes to read at once, the memory budget, found {least:,}"
+            hint = f"raise the budget to more than {human_size(least)}"
+            yield Finding("does-not-fit-budget", message, file=file.path, hint=hint)
 
 
 def _place(

@@ -146,12 +146,18 @@ def save(
         raise ConfigError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     directory = Path(directory)
     inside = directory / MANIFEST_NAME if manifest is None else Path(manifest)
-    is_inside = _same_place(inside.parent, directory)
+    try:
+        is_inside = _same_place(inside.parent, directory)
+    except ValueError as err:
+        raise ConfigError(f"expected paths, found one that is none: {reason(err)}", hint="check the paths") from err
     if not is_inside and lies_in(inside, directory):
         raise ConfigError(
             f"expected a manifest at the top of the directory or outside, found {escape(str(inside))}",
             hint=f"leave `manifest` out, and it is {MANIFEST_NAME} at the top",
         )
+    if not is_inside and not inside.parent.is_dir():
+        # Told now: once the files are there, what is wrong with the manifest's place would leave them without one.
+        raise ConfigError(f"expected a directory for the manifest, found none at {escape(str(inside.parent))}")
     if replace and not is_inside:
         raise ConfigError(
             "a manifest outside cannot be replaced in one step with its directory",
@@ -380,6 +386,11 @@ def _require_writable(name: str, leaf: Any) -> None:
     if getattr(dtype, "name", None) not in DTYPE_ITEMSIZE or not hasattr(leaf, "nbytes"):
         found = type(leaf).__name__ if dtype is None else dtype
         raise ConfigError(f"{escape(name)}: expected an array of a dtype that safeload reads, found {found}")
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise ConfigError(
+            f"{escape(name)}: expected an array, found one with values masked out, which no layout can say",
+            hint="fill it first: numpy.ma.filled",
+        )
     if not getattr(leaf, "is_fully_addressable", True):
         raise ConfigError(
             f"{escape(name)}: other processes hold parts of it",

@@ -12,6 +12,7 @@ import hashlib
 import os
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -454,6 +455,7 @@ class _Arrival:
         self._alive = alive
         self._position = 0
         self._changed = threading.Condition()
+        self._refusals: Counter[int] = Counter()
         self.excluded: set[int] = set()
 
     @property
@@ -475,6 +477,12 @@ class _Arrival:
         with self._changed:
             self._missing.discard(index)
             self._changed.notify_all()
+
+    def count_refusals(self, mirror: int, *, refused: bool) -> int:
+        """Count how often in a row a mirror answered, and not with a piece of this file; return that number."""
+        with self._changed:
+            self._refusals[mirror] = self._refusals[mirror] + 1 if refused else 0
+            return self._refusals[mirror]
 
     def failed(self, error: Exception) -> None:
         """Record that a piece will not come."""
@@ -978,7 +986,7 @@ class _Fetch:
         meter: Meter,
     ) -> bool:
         """Ask mirrors until one brings the signed bytes, and return whether one did; if not, the arrival was told."""
-        attempts = Attempts(excluded=set(arrival.excluded))
+        attempts = Attempts(excluded_for_all=arrival.excluded)
         lies: list[Finding] = []
         try:
             while (index := self._mirrors.borrow(attempts, lambda: meter.advance(0))) is not None:
@@ -987,7 +995,9 @@ class _Fetch:
                     found = pull(mirror)
                 except FetchError as err:
                     self._mirrors.failed(index, attempts, err)
-                    if err.lasting:
+                    n_refusals = arrival.count_refusals(index, refused=err.status is not None)
+                    # Given up for this file before it is given up for all: the others it may well have.
+                    if err.lasting or n_refusals >= self._mirrors.most_refusals:
                         arrival.excluded.add(index)
                     self._tell("retry", entry.path, size=entry.size, mirror=mirror.name, message=err.message)
                 except BaseException:
@@ -996,6 +1006,7 @@ class _Fetch:
                 else:
                     if found == expected:
                         self._mirrors.succeeded(index, len(where))
+                        arrival.count_refusals(index, refused=False)
                         self._counts.add(fetched=len(where))
                         meter.advance(len(where))
                         return True

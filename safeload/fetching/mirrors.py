@@ -93,11 +93,13 @@ class Attempts:
 
     Attributes:
         excluded: Mirrors that are not asked for this piece again, by their index.
+        excluded_for_all: Those that are not asked for any piece of the file; shared by all of them, and may grow.
         tries: How often each was asked.
         errors: What went wrong, in order.
     """
 
     excluded: set[int] = field(default_factory=set)
+    excluded_for_all: set[int] = field(default_factory=set)
     tries: Counter[int] = field(default_factory=Counter)
     errors: list[FetchError] = field(default_factory=list)
 
@@ -126,6 +128,11 @@ class Mirrors:
         self._pacing = pacing or Pacing()
         self._clock = clock
         self._changed = threading.Condition()
+
+    @property
+    def most_refusals(self) -> int:
+        """How many answers without a piece of one file are enough: one fewer than would end it for every file."""
+        return max(1, self._pacing.breaker * self._pacing.openings - 1)
 
     def borrow(self, attempts: Attempts, alive: Callable[[], object]) -> int | None:
         """Return the index of a mirror to ask now, waiting for one where that helps; None where none is left.
@@ -215,7 +222,8 @@ class Mirrors:
 
     def _is_left(self, index: int, attempts: Attempts) -> bool:
         is_tired = attempts.tries[index] >= self._pacing.tries
-        return index not in attempts.excluded and not is_tired and self.lines[index].gone is None
+        is_excluded = index in attempts.excluded or index in attempts.excluded_for_all
+        return not is_excluded and not is_tired and self.lines[index].gone is None
 
     def _is_ready(self, line: Line, now: float) -> bool:
         is_on_trial = line.in_a_row >= self._pacing.breaker

@@ -22,9 +22,11 @@ pytestmark = [pytest.mark.build, pytest.mark.slow]
 
 REPOSITORY = Path(__file__).parents[2]
 POLICIES = {f.stem: hashlib.sha256(f.read_bytes()).hexdigest() for f in (REPOSITORY / "policies").glob("*.toml")}
+MAPPINGS = sorted(f.stem for f in (REPOSITORY / "safeload" / "mappings").glob("*.toml"))
 
 REPORT = """
 import hashlib, importlib.metadata, json, safeload
+from safeload.mapping_rules import shipped_mappings
 from safeload.policy import load_policy, policy_text, shipped_policies
 digests = {load_policy(name).name: hashlib.sha256(policy_text(name)[0]).hexdigest() for name, _ in shipped_policies()}
 print(json.dumps({
@@ -32,6 +34,7 @@ print(json.dumps({
     "version": importlib.metadata.version("safeload"),
     "policies": digests,
     "paths": [str(path) for _, path in shipped_policies()],
+    "mappings": [name for name, _ in shipped_mappings()],
 }))
 """
 
@@ -71,14 +74,15 @@ def installed(tmp_path: Path, *what: str | Path) -> tuple[Path, dict[str, Any]]:
     return home, shown
 
 
-def test_the_repository_ships_two_policies() -> None:
-    assert set(POLICIES) == {"grok-1", "numpy-quantized"}
+def test_the_repository_ships_three_policies() -> None:
+    assert set(POLICIES) == {"grok-1", "numpy-quantized", "orbax"}
 
 
 def test_a_wheel_has_the_policies(distributions: tuple[Path, Path], tmp_path: Path) -> None:
     home, shown = installed(tmp_path, distributions[1])
     assert Path(shown["file"]).is_relative_to(home)
     assert shown["policies"] == POLICIES
+    assert shown["mappings"] == MAPPINGS
     assert all(Path(path).is_relative_to(home) for path in shown["paths"])
 
 
@@ -86,6 +90,7 @@ def test_an_sdist_has_the_policies(distributions: tuple[Path, Path], tmp_path: P
     home, shown = installed(tmp_path, distributions[0])
     assert Path(shown["file"]).is_relative_to(home)
     assert shown["policies"] == POLICIES
+    assert shown["mappings"] == MAPPINGS
     assert all(Path(path).is_relative_to(home) for path in shown["paths"])
 
 

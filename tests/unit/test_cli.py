@@ -690,7 +690,7 @@ def test_help_shows_arguments_as_they_are_typed_and_flags_without_a_type(run: Ru
 def test_help_names_what_ends_without_a_verdict_and_gives_an_example_of_verify(run: Run) -> None:
     assert "an interruption)" in " ".join(run("--help").stdout.split())
     example = "safeload verify checkpoint -m manifest.json --trust publisher.key.pub"
-    assert f"Example: {example}" in " ".join(run("verify", "--help").stdout.split())
+    assert f"Examples: {example}" in " ".join(run("verify", "--help").stdout.split())
 
 
 def test_the_policy_that_help_names_is_the_default() -> None:
@@ -717,7 +717,7 @@ def test_a_crash_is_no_verdict_and_takes_one_line(run: Run, checkpoint: Path, mo
 
 
 def test_no_memory_is_no_verdict(run: Run, signed: tuple[str | Path, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safeload.loading.load", _raise(MemoryError()))
+    monkeypatch.setattr("safeload.loading.load_and_report", _raise(MemoryError()))
     done = run("load", *signed)
     assert done.code == 2
     assert "--memory-budget" in done.stderr

@@ -734,6 +734,16 @@ def test_incremental_repairs_in_place_with_the_pieces_that_are_wrong_alone(
     assert asked == [(BIG, f"bytes={3 * CHUNK_BYTES}-{4 * CHUNK_BYTES - 1}"), ("config.json", "bytes=0-13")]
 
 
+def test_a_mirror_that_lacks_one_file_for_now_is_asked_for_the_others(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    patient = Pacing(tries=99, first_delay=0.01, longest_delay=0.02, cooldown=0.05)
+    target = tmp_path / "model"
+    with HostileServer(sample.files, failing_after(0)) as server, pytest.raises(FetchError, match="1 of 3 files"):
+        bring(sample, target, client, [server], incremental=True, pacing=patient)
+    assert read_all(target) == {path: data for path, data in sample.files.items() if path != BIG}
+
+
 def test_incremental_shows_each_file_as_soon_as_it_is_whole(tmp_path: Path, sample: Sample, client: Client) -> None:
     target = tmp_path / "model"
     with HostileServer(sample.files, failing_after(2)) as server, pytest.raises(FetchError):

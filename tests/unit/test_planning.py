@@ -93,15 +93,38 @@ def test_what_a_device_lacks_is_told_with_the_largest_tensor() -> None:
 
 
 def test_the_host_stages_all_or_what_the_budget_allows() -> None:
-    files = (PlannedFile("a", 100 * MiB, has_chunks=True), PlannedFile("b", 10 * MiB, has_chunks=False))
+    files = (PlannedFile("a", 100 * MiB, has_chunks=True), PlannedFile("b", 20 * MiB, has_chunks=False))
     stock = inventory(files=files)
     mesh = {"model": 1}
-    assert plan(stock, mesh=mesh, rules=replicated).host_peak_bytes == 110 * MiB
-    assert plan(stock, mesh=mesh, rules=replicated, memory_budget=1000 * MiB).host_peak_bytes == 110 * MiB
-    made = plan(stock, mesh=mesh, rules=replicated, memory_budget=10 * MiB)
-    assert (made.host_peak_bytes, made.findings) == (10 * MiB, ())
-    (finding,) = plan(stock, mesh=mesh, rules=replicated, memory_budget=10 * MiB - 1).findings
+    assert plan(stock, mesh=mesh, rules=replicated).host_peak_bytes == 120 * MiB
+    assert plan(stock, mesh=mesh, rules=replicated, memory_budget=1000 * MiB).host_peak_bytes == 120 * MiB
+    made = plan(stock, mesh=mesh, rules=replicated, memory_budget=20 * MiB)
+    assert (made.host_peak_bytes, made.findings) == (20 * MiB, ())
+    (finding,) = plan(stock, mesh=mesh, rules=replicated, memory_budget=20 * MiB - 1).findings
     assert (finding.code, finding.file) == ("does-not-fit-budget", "b")
+
+
+def test_what_is_read_at_once_has_to_fit_the_budget() -> None:
+    large, small = tensor("large", (4, 10, MiB)), tensor("small", (3, MiB))
+    files = (
+        PlannedFile("large.file", 160 * MiB + 100, has_chunks=True),
+        PlannedFile("small.file", 12 * MiB + 100, has_chunks=True),
+    )
+    stock = inventory(large, small, files=files)
+
+    def refused(budget: int, n_devices: int) -> list[str | None]:
+        rules = partitions([("large", ("model",)), ("", ())])
+        made = plan(stock, mesh={"model": n_devices}, rules=rules, memory_budget=budget)
+        assert {finding.code for finding in made.findings} <= {"does-not-fit-budget"}
+        return [finding.file for finding in made.findings]
+
+    # A part of a tensor that a device takes at once.
+    assert refused(160 * MiB - 1, 1) == ["large.file"]
+    assert refused(160 * MiB, 1) == []
+    assert refused(40 * MiB, 4) == []
+    # A chunk; and a file that is no longer than one, whose manifest has no digest of less than all of it.
+    assert refused(16 * MiB - 1, 1 << 2) == ["large.file"]
+    assert refused(12 * MiB, 4) == ["large.file", "small.file"]
 
 
 def test_the_time_is_that_of_hashing_the_files_and_copying_to_each_device() -> None:

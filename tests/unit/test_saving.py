@@ -175,12 +175,20 @@ def test_safetensors_are_split_where_they_would_be_too_long(tmp_path: Path) -> N
         ({"a": jax.random.key(0)}, "a: expected an array of a dtype"),
         ({"a": {"b": np.ones(1)}, "a/b": np.ones(1)}, "found a/b twice"),
         ({1: np.ones(1), "a": np.ones(1)}, "keys that have an order"),
+        ({"a": np.ma.masked_array(np.ones(2), mask=[True, False])}, "a: expected an array, found one with values mask"),
     ],
 )
 def test_a_tree_that_is_not_of_arrays_is_refused(tmp_path: Path, tree: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         saved(tree, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_masked_array_without_a_masked_value_is_an_array(tmp_path: Path) -> None:
+    value = np.arange(6, dtype=np.float32)
+    manifest = saved({"a": np.ma.masked_array(value, mask=False)}, tmp_path / "c")
+    (found,) = loaded(tmp_path / "c", manifest).values()
+    assert found.tobytes() == value.tobytes()
 
 
 def test_a_tree_that_holds_itself_is_refused(tmp_path: Path) -> None:
@@ -197,11 +205,17 @@ def test_a_tree_that_holds_itself_is_refused(tmp_path: Path) -> None:
         ({"keys": []}, "secret key"),
         ({"shard_bytes": 0}, "shard_bytes"),
         ({"model": "no good name"}, "stream"),
+        ({"directory": "a\0b"}, "embedded null"),
+        ({"manifest": "a\0b/manifest.json"}, "embedded null"),
+        ({"manifest": "absent/manifest.json"}, "expected a directory for the manifest"),
     ],
 )
-def test_an_argument_that_is_wrong_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_an_argument_that_is_wrong_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        saved(TREE, tmp_path / "c", **changes)
+        saved(TREE, **{"directory": tmp_path / "c", **changes})
     assert list(tmp_path.iterdir()) == []
 
 
