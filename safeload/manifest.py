@@ -304,7 +304,7 @@ class ManifestTensor:
                 sha256=spec.sha256,
             )
         except ValidationError as err:
-            raise _refusal(f"tensor {spec.name!r}: {_first_problem(err)}") from err
+            raise _refusal(f"tensor {spec.name!r}: {first_problem(err)}") from err
 
 
 @record(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
@@ -530,8 +530,8 @@ class Manifest(_Model):
         except ValidationError as err:
             place = err.errors(include_url=False, include_context=False, include_input=False)[0]["loc"]
             if place and place[0] in _ARGUMENTS:
-                raise ConfigError(f"manifest: {_first_problem(err)}") from err
-            raise _refusal(_first_problem(err)) from err
+                raise ConfigError(f"manifest: {first_problem(err)}") from err
+            raise _refusal(first_problem(err)) from err
 
     @classmethod
     def parse(cls, payload: bytes) -> Manifest:
@@ -552,7 +552,7 @@ class Manifest(_Model):
         except ManifestError as err:
             raise _refusal(err.findings[0].message, err.findings[0].offset) from err
         except ValidationError as err:
-            raise _refusal(_first_problem(err)) from err
+            raise _refusal(first_problem(err)) from err
         subject, manifest = statement.subject[0], statement.predicate
         if subject.name != manifest.stream:
             raise _refusal(f"expected the subject {manifest.stream}, found {subject.name}")
@@ -704,7 +704,8 @@ def fold_path(path: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFD", path).casefold())
 
 
-def _first_problem(err: ValidationError) -> str:
+def first_problem(err: ValidationError) -> str:
+    """Return what is wrong first, and where, without the words that pydantic has around it."""
     problem = err.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])
     return f"{place}: {problem['msg']}" if place else problem["msg"]

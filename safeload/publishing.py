@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, get_args
 
+from pydantic import ValidationError
+
 from safeload import __version__
 from safeload.digests import sha256_hex
 from safeload.errors import ConfigError, Finding, ManifestError, PolicyError, escape
@@ -18,6 +20,7 @@ from safeload.manifest import (
     RestoreKind,
     Role,
     encode_chunks,
+    first_problem,
     required_roles,
     role_of,
 )
@@ -198,7 +201,7 @@ def _entry(file: FileReport, parameters: dict[str, str]) -> FileEntry:
             tensors=tuple(ManifestTensor.of(tensor) for tensor in file.tensors),
             globals=file.globals,
         )
-    except ValueError as err:
+    except ValidationError as err:
         raise ManifestError(
-            Finding("bad-manifest", f"{escape(path)} cannot stand in a manifest: {escape(str(err))}")
+            Finding("bad-manifest", f"{escape(path)} cannot stand in a manifest: {escape(first_problem(err))}")
         ) from err
