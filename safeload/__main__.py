@@ -1,15 +1,66 @@
-"""`python -m safeload`: the command."""
+"""`python -m safeload`: the command. It can be interrupted before it has imported anything that takes time."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+from types import FrameType
 
-from safeload import cli
+_INTERRUPTED_JSON = (
+    b'{"schema": 1, "verdict": "none", "files": [], "findings": [{"code": "interrupted", '
+    b'"message": "the run was interrupted", "offset": null, "hint": null}]}\n'
+)
+"""What `cli` prints of an interruption; spelled out, as importing what would make it is what is interrupted here."""
+
+_NO_VERDICT = 2
 
 
 def main() -> None:
-    """Run the command and leave with its exit code."""
-    sys.exit(cli.main())
+    """Run the command and leave with its exit code, which no signal turns into another verdict."""
+    # A shell starts a job in the background with SIGINT ignored, and `nohup` and others do it on purpose.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    for number in numbers:
+        signal.signal(number, _leave)
+
+    from safeload import cli
+
+    try:
+        for number in numbers:
+            signal.signal(number, signal.default_int_handler)
+        code = cli.main()
+        # The verdict is out. A signal that comes while the interpreter ends must not change the exit code that says it.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        # Before the command listens or behind its last word; in between, it says so itself.
+        _say_interrupted()
+        code = _NO_VERDICT
+    sys.exit(code)
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    """End the process at once: nothing was opened or written yet.
+
+    A KeyboardInterrupt could be caught by what is being imported, or be lost in a callback of the import machinery.
+    """
+    if _wants_json(sys.argv[1:]):
+        with contextlib.suppress(OSError):
+            os.write(1, _INTERRUPTED_JSON)
+    _say_interrupted()
+    os._exit(_NO_VERDICT)
+
+
+def _wants_json(arguments: list[str]) -> bool:
+    """As `cli.main` decides it: the audit's `--json` names a file."""
+    flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return "--json" in flags and [flag for flag in flags if flag not in {"-v", "--verbose"}][:1] != ["audit"]
+
+
+def _say_interrupted() -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, b"safeload: interrupted\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 The manifest decides names, sizes and digests. A piece is written only after its digest matched; a file is scanned and
 hashed as a whole, in one pass that follows the pieces as they arrive, before it gets its name; the directory gets its
 name when every file in it has one.
+
+A mirror without ranges sends a file whole or not at all. It is read only for what no mirror with ranges brought: one
+answer at a time, from the file's start, chunk by chunk, and what is there already is passed over.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import os
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -85,6 +88,9 @@ _FILES_AT_A_TIME: Final = 6
 """Files that are worked on at a time: those whose pieces arrive, and some that are only hashed or being named."""
 
 _POLL_SECONDS: Final = 0.1
+
+_WHOLE_STATUS: Final = 200
+"""What a server answers that sends a file whole whichever range of it is asked for (RFC 9110, 14.2)."""
 
 _REPAIRED: Final = frozenset({"empty-file", "missing-file", "size-mismatch"})
 """Findings about a directory that fetching puts right. Anything else in it is for its owner to look at."""
@@ -456,27 +462,43 @@ class _Arrival:
         self._position = 0
         self._changed = threading.Condition()
         self._refusals: Counter[int] = Counter()
+        self._is_claimed = False
+        # Mirrors, by index. Those without ranges are excluded too: from pieces, not from sending the file whole.
         self.excluded: set[int] = set()
+        self.with_ranges: set[int] = set()
+        self.without_ranges: set[int] = set()
+        self.lies: list[Finding] = []
 
     @property
     def missing(self) -> list[int]:
-        """The pieces to fetch: first those that a parser may look at before the others, the first and the last."""
-        return sorted(self._missing, key=lambda index: (index not in {0, self._n_pieces - 1}, index))
+        """The pieces to fetch: first the last, which a parser may look at, and which shows whether there are ranges."""
+        with self._changed:
+            found = sorted(self._missing)
+        return [*found[-1:], *found[:-1]]
+
+    def lacks(self, index: int) -> bool:
+        """Whether a piece is missing."""
+        with self._changed:
+            return index in self._missing
 
     @property
     def done(self) -> int:
         """Bytes that are there, about: the last piece counts as if it were as long as the others."""
         return max(0, self.size - len(self._missing) * self._piece_bytes)
 
-    @property
-    def _n_pieces(self) -> int:
-        return -(-self.size // self._piece_bytes)
-
-    def arrived(self, index: int) -> None:
-        """Record that a piece is there and verified."""
+    def arrived(self, index: int) -> bool:
+        """Record that a piece is there and verified, and return whether it was missing."""
         with self._changed:
+            was_missing = index in self._missing
             self._missing.discard(index)
             self._changed.notify_all()
+            return was_missing
+
+    def claim_the_whole(self) -> bool:
+        """Whether to fetch what is missing from mirrors without ranges; True for the first who asks, and no other."""
+        with self._changed:
+            is_claimed, self._is_claimed = self._is_claimed, True
+            return not is_claimed and self._failure is None
 
     def count_refusals(self, mirror: int, *, refused: bool) -> int:
         """Count how often in a row a mirror answered, and not with a piece of this file; return that number."""
@@ -556,6 +578,15 @@ class _Siblings:
         with StreamSource(self._job.root.open(entry.path), entry.path) as stream:
             data = stream.read(0, entry.size)
         return data if hashlib.sha256(data).hexdigest() == entry.sha256 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lie:
+    """Bytes that a mirror sent instead of those that were signed; digests in hexadecimal."""
+
+    where: range
+    expected: str
+    found: str
 
 
 @dataclass(slots=True)
@@ -918,26 +949,75 @@ class _Fetch:
         """Fetch one chunk until its digest is the signed one, from whichever mirror has it, and write it."""
         entry = partial.entry
         where = chunk_range(entry, index)
-        expected = chunk_digests(entry)[index]
-
+        if not arrival.lacks(index):
+            return  # it came with the whole file
         with self._room(len(where), meter) as room:
 
-            def pull(mirror: Mirror) -> str:
+            def pull(line: int) -> _Lie | None:
+                mirror = self._mirrors.lines[line].mirror
                 digest = hashlib.sha256()
                 at = 0
                 for piece in self._pull(mirror, entry, where, meter):
+                    if not where.start and line in arrival.without_ranges:
+                        # The start of the whole file, as another piece found out meanwhile: one such answer is enough.
+                        raise FetchError(f"{escape(mirror.name)}: expected ranges, found none", mirror=mirror.name)
                     room[at : at + len(piece)] = piece
                     digest.update(piece)
                     at += len(piece)
-                if digest.digest() == expected:
-                    partial.write(where.start, room[:at])
-                return digest.hexdigest()
+                if lie := _lie(entry, index, digest.digest()):
+                    return lie
+                partial.write(where.start, room[:at])
+                return None
 
-            is_there = self._until_right(entry, where, expected.hex(), pull, arrival, meter)
+            is_there = self._until_right(
+                entry, where, Attempts(excluded_for_all=arrival.excluded), pull, arrival, meter
+            )
+        # The room is free by now.
         if is_there:
-            arrival.arrived(index)
+            self._has_come(partial, index, len(where), arrival, meter)
+        elif arrival.without_ranges and arrival.claim_the_whole():
+            self._rest(partial, arrival, meter)
+
+    def _rest(self, partial: PartialFile, arrival: _Arrival, meter: Meter) -> None:
+        """Fetch every chunk that is missing from mirrors without ranges: from one answer at a time, in its order."""
+        entry = partial.entry
+        others = set(range(len(self._mirrors.lines))) - arrival.without_ranges
+        with self._room(CHUNK_BYTES, meter) as room:
+
+            def pull(line: int) -> _Lie | None:
+                mirror = self._mirrors.lines[line].mirror
+                stop = max((chunk_range(entry, index).stop for index in arrival.missing), default=0)
+                index = at = 0
+                with contextlib.closing(self._pull(mirror, entry, range(stop), meter)) as pieces:
+                    for part in _split(pieces, CHUNK_BYTES):
+                        room[at : at + len(part)] = part
+                        at += len(part)
+                        if at < len(chunk_range(entry, index)):
+                            continue
+                        # What is there was verified when it came, and is not looked at again.
+                        if arrival.lacks(index):
+                            if lie := _lie(entry, index, hashlib.sha256(room[:at]).digest()):
+                                return lie
+                            partial.write(index * CHUNK_BYTES, room[:at])
+                            self._mirrors.brought(line, at)
+                            self._has_come(partial, index, at, arrival, meter)
+                        if not arrival.missing:
+                            break
+                        index, at = index + 1, 0
+                return None
+
+            self._until_right(entry, None, Attempts(excluded=others), pull, arrival, meter)
+
+    def _has_come(self, partial: PartialFile, index: int, nbytes: int, arrival: _Arrival, meter: Meter) -> None:
+        """Tell of a piece that was written, which two may have done: of the file whole, and of a range."""
+        entry = partial.entry
+        if not arrival.arrived(index):
+            return
+        self._counts.add(fetched=nbytes)
+        meter.advance(nbytes)
+        if chunk_digests(entry):
             if entry.size > CHUNK_BYTES:
-                # Now, and not at the file's end: a power cut takes no piece that was told of. The room is free by now.
+                # Now, and not at the file's end: a power cut takes no piece that was told of.
                 partial.sync()
             self._tell("piece", entry.path, done=arrival.done, size=entry.size)
 
@@ -964,54 +1044,72 @@ class _Fetch:
         """Fetch a long file whose manifest has no digests of its chunks: one mirror has to bring all of it."""
         entry = partial.entry
 
-        def pull(mirror: Mirror) -> str:
+        def pull(line: int) -> _Lie | None:
             digest = hashlib.sha256()
             at = 0
-            for piece in self._pull(mirror, entry, range(entry.size), meter):
+            for piece in self._pull(self._mirrors.lines[line].mirror, entry, range(entry.size), meter):
                 digest.update(piece)
                 partial.write(at, piece)
                 at += len(piece)
-            return digest.hexdigest()
+            found = digest.hexdigest()
+            return None if found == entry.sha256 else _Lie(range(entry.size), entry.sha256, found)
 
-        if self._until_right(entry, range(entry.size), entry.sha256, pull, arrival, meter):
-            arrival.arrived(index)
+        attempts = Attempts(excluded_for_all=arrival.excluded)
+        if self._until_right(entry, range(entry.size), attempts, pull, arrival, meter):
+            self._has_come(partial, index, entry.size, arrival, meter)
 
-    def _until_right(  # noqa: PLR0917 - the parts of one call from two places
+    def _until_right(  # noqa: PLR0917 - the parts of one call from three places
         self,
         entry: FileEntry,
-        where: range,
-        expected: str,
-        pull: Callable[[Mirror], str],
+        where: range | None,
+        attempts: Attempts,
+        pull: Callable[[int], _Lie | None],
         arrival: _Arrival,
         meter: Meter,
     ) -> bool:
-        """Ask mirrors until one brings the signed bytes, and return whether one did; if not, the arrival was told."""
-        attempts = Attempts(excluded_for_all=arrival.excluded)
-        lies: list[Finding] = []
+        """Ask mirrors until one brings the signed bytes, and return whether one did; if not, the arrival was told.
+
+        It was not where some mirror has no ranges: then the caller sees to it.
+
+        Args:
+            entry: The file.
+            where: The bytes that are asked for; None for all that are missing, from mirrors without ranges.
+            attempts: Which mirrors not to ask.
+            pull: Asks one, by its index.
+            arrival: Told of mirrors, and of failure.
+            meter: Called meanwhile.
+        """
+        lies = arrival.lies if where is None else []
         try:
             while (index := self._mirrors.borrow(attempts, lambda: meter.advance(0))) is not None:
                 mirror = self._mirrors.lines[index].mirror
                 try:
-                    found = pull(mirror)
+                    lie = pull(index)
                 except FetchError as err:
+                    if where is not None and self._has_no_ranges(index, where, arrival, err, entry.path):
+                        self._mirrors.give_back(index)
+                        continue
                     self._mirrors.failed(index, attempts, err)
                     n_refusals = arrival.count_refusals(index, refused=err.status is not None)
                     # Given up for this file before it is given up for all: the others it may well have.
                     if err.lasting or n_refusals >= self._mirrors.most_refusals:
-                        arrival.excluded.add(index)
+                        attempts.excluded_for_all.add(index)
                     self._tell("retry", entry.path, size=entry.size, mirror=mirror.name, message=err.message)
                 except BaseException:
                     self._mirrors.give_back(index)
                     raise
                 else:
-                    if found == expected:
-                        self._mirrors.succeeded(index, len(where))
+                    if lie is None:
+                        self._mirrors.succeeded(index, len(where or ()))
                         arrival.count_refusals(index, refused=False)
-                        self._counts.add(fetched=len(where))
-                        meter.advance(len(where))
+                        if where is not None and where.start:
+                            arrival.with_ranges.add(index)
                         return True
                     self._mirrors.lied(index, attempts)
-                    lies.append(self._record_lie(entry, where, expected, found, mirror))
+                    lies.append(self._record_lie(entry, lie, mirror))
+            if where is not None and arrival.without_ranges:
+                arrival.lies += lies
+                return False
             raise _none_left(entry, attempts, lies)  # noqa: TRY301 - whatever ends this, those who wait are told
         except BaseException as err:
             arrival.failed(err if isinstance(err, Exception) else StagingError("interrupted"))
@@ -1019,7 +1117,21 @@ class _Fetch:
                 raise
             return False
 
-    def _record_lie(self, entry: FileEntry, where: range, expected: str, found: str, mirror: Mirror) -> Finding:
+    def _has_no_ranges(self, index: int, where: range, arrival: _Arrival, err: FetchError, path: str) -> bool:
+        """Whether a mirror failed as one does that sends files whole; then it is not asked for pieces of this one."""
+        is_known = index in arrival.without_ranges
+        # One that did send a range of this file has ranges, and answered so for another reason.
+        if not is_known and where.start and err.status == _WHOLE_STATUS and index not in arrival.with_ranges:
+            arrival.without_ranges.add(index)
+            arrival.excluded.add(index)
+            self._tell(
+                "retry", path, size=arrival.size, mirror=self._mirrors.lines[index].mirror.name, message=err.message
+            )
+            return True
+        return is_known
+
+    def _record_lie(self, entry: FileEntry, lie: _Lie, mirror: Mirror) -> Finding:
+        where, expected, found = lie.where, lie.expected, lie.found
         message = (
             f"expected sha256:{expected} of bytes {where.start} to {where.stop}, "
             f"found sha256:{found} from {escape(mirror.name)}"
@@ -1036,7 +1148,7 @@ class _Fetch:
         )
         return finding
 
-    def _pull(self, mirror: Mirror, entry: FileEntry, where: range, meter: Meter) -> Iterator[bytes]:
+    def _pull(self, mirror: Mirror, entry: FileEntry, where: range, meter: Meter) -> Generator[bytes]:
         """Yield exactly the bytes of a range as a mirror sends them.
 
         Raises:
@@ -1061,6 +1173,24 @@ class _Fetch:
             raise FetchError(f"{shown}: {escape(str(err))}", mirror=mirror.name) from err
         if got < len(where):
             raise FetchError(f"{shown}: expected {len(where)} bytes, found {got}", mirror=mirror.name)
+
+
+def _lie(entry: FileEntry, index: int, found: bytes) -> _Lie | None:
+    """Return what is wrong with a chunk that has some digest, None where that is the signed one."""
+    expected = chunk_digests(entry)[index]
+    return None if found == expected else _Lie(chunk_range(entry, index), expected.hex(), found.hex())
+
+
+def _split(pieces: Iterable[bytes], nbytes: int) -> Iterator[memoryview]:
+    """Yield bytes as they come, but cut at each multiple of a length."""
+    at = 0
+    for piece in pieces:
+        left = memoryview(piece)
+        while left:
+            part = left[: nbytes - at % nbytes]
+            yield part
+            at += len(part)
+            left = left[len(part) :]
 
 
 def _none_left(entry: FileEntry, attempts: Attempts, lies: Sequence[Finding]) -> FetchError | DigestMismatchError:

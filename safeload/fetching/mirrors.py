@@ -34,7 +34,8 @@ class Mirror(Protocol):
         """Yield the bytes [start, stop) of a file of `size` bytes, in pieces.
 
         Raises:
-            FetchError: It cannot, or will not.
+            FetchError: It cannot, or will not. Of status 200 where `start` is not 0 and it has no ranges: then it is
+                asked for the bytes from 0.
         """
         ...
 
@@ -162,10 +163,15 @@ class Mirrors:
     def succeeded(self, index: int, nbytes: int) -> None:
         """Record that so many right bytes came."""
         with self._changed:
+            self.brought(index, nbytes)
+            self._release(self.lines[index])
+
+    def brought(self, index: int, nbytes: int) -> None:
+        """Record that so many right bytes came, and that more are to come from the same answer."""
+        with self._changed:
             line = self.lines[index]
             line.nbytes += nbytes
             line.in_a_row = line.openings = 0
-            self._release(line)
 
     def failed(self, index: int, attempts: Attempts, error: FetchError) -> None:
         """Record that nothing usable came, and leave the mirror alone for a while."""

@@ -894,3 +894,17 @@ def test_a_reader_that_has_seen_enough_of_the_help_is_no_fault() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
     assert done.returncode != 1  # which is a verdict
+
+
+def test_a_signal_behind_the_verdict_does_not_change_the_exit_code(tmp_path: Path) -> None:
+    """While the interpreter ends, which a slow `atexit` stands for here."""
+    script = (
+        "import atexit, os, signal, sys\n"
+        "from safeload.__main__ import main\n"
+        "atexit.register(lambda: [os.kill(os.getpid(), s) for s in (signal.SIGTERM, signal.SIGINT)])\n"
+        "sys.argv = ['safeload', 'policy', 'list']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""

@@ -48,7 +48,7 @@ from tests.fetching_sample import (
     read_all,
     shrink_chunks,
 )
-from tests.hostile_server import Behavior, HostileServer, Reply, Request
+from tests.hostile_server import Behavior, HostileServer, Reply, Request, honest
 
 BIG = "ckpt-0/tensor00000_000"
 HASTY = Pacing(tries=3, first_delay=0.01, longest_delay=0.02, cooldown=0.05)
@@ -129,8 +129,9 @@ def test_an_honest_mirror_brings_exactly_the_signed_files(tmp_path: Path, sample
     assert not quarantine_of(target).exists()
 
 
+@pytest.mark.parametrize("has_ranges", [True, False])
 def test_large_pieces_share_a_few_rooms_and_come_out_right(
-    tmp_path: Path, sample: Sample, client: Client, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sample: Sample, client: Client, monkeypatch: pytest.MonkeyPatch, has_ranges: bool
 ) -> None:
     made: list[int] = []
 
@@ -140,7 +141,8 @@ def test_large_pieces_share_a_few_rooms_and_come_out_right(
 
     monkeypatch.setattr("safeload.fetching.fetch._SMALL_BYTES", 0)
     monkeypatch.setattr("safeload.fetching.fetch.bytearray", counted, raising=False)
-    with HostileServer(sample.files) as server:
+    behavior = honest if has_ranges else ignoring_ranges
+    with HostileServer(sample.files, behavior) as server:
         bring(sample, tmp_path / "model", client, [server], connections=8)
     assert read_all(tmp_path / "model") == sample.files
     assert 1 <= len(made) <= 3
@@ -413,13 +415,10 @@ def test_a_mirror_that_cannot_serve_is_no_verdict_and_publishes_nothing(
 
 
 def test_what_would_help_with_a_mirror_is_said_at_the_end(tmp_path: Path, sample: Sample, client: Client) -> None:
-    def ignore_ranges(request: Request, reply: Reply, data: bytes | None) -> None:
-        reply.honest(Request(request.method, request.target, {}), data)
-
-    with HostileServer(sample.files, ignore_ranges) as server, pytest.raises(FetchError) as caught:
+    with HostileServer(sample.files, saying(401)) as server, pytest.raises(FetchError) as caught:
         bring(sample, tmp_path / "model", client, [server])
     assert caught.value.hint is not None
-    assert caught.value.hint.startswith("name a mirror that serves ranges")
+    assert caught.value.hint.startswith("give a token that may read it")
     assert "run again" in caught.value.hint
 
 
@@ -509,6 +508,222 @@ def test_the_bandwidth_is_kept(tmp_path: Path, sample: Sample, client: Client) -
     with HostileServer(sample.files) as server:
         bring(sample, tmp_path / "model", client, [server], bandwidth=total)
     assert 0.8 < time.monotonic() - before < 5
+
+
+# --- mirrors without ranges ---------------------------------------------------------------------------------------
+
+
+def asked_whole(server: HostileServer, sample: Sample) -> int:
+    """Return how often the big file was asked for from its start to its end."""
+    asked = [request.headers["range"] for request in server.requests if request.path == BIG]
+    return asked.count(f"bytes=0-{len(sample.files[BIG]) - 1}")
+
+
+def ignoring_ranges_and(change: Callable[[bytes], bytes], *, cut: int | None = None) -> Behavior:
+    """Send files whole, the big one changed; and no more of it than `cut` where it is asked for to its end."""
+
+    def behave(request: Request, reply: Reply, data: bytes | None) -> None:
+        if request.path != BIG or data is None:
+            ignoring_ranges(request, reply, data)
+            return
+        reply.head(200, Content_Length=len(data))
+        reply.raw(change(data)[: cut if request.range(len(data)) == (0, len(data)) else None])
+
+    return behave
+
+
+@pytest.mark.parametrize("connections", [1, 4])
+def test_a_mirror_without_ranges_brings_a_long_file_in_one_answer(
+    tmp_path: Path, sample: Sample, client: Client, connections: int
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    with HostileServer(sample.files, ignoring_ranges) as server:
+        report = bring(
+            sample,
+            tmp_path / "model",
+            client,
+            [server],
+            connections=connections,
+            progress=lambda *step: told.append(step),
+        )
+    assert read_all(tmp_path / "model") == sample.files
+    total = sum(map(len, sample.files.values()))
+    assert report.facts["fetch"]["fetched_bytes"] == total
+    (line,) = report.facts["fetch"]["mirrors"]
+    assert (line["bytes"], line["failures"]) == (total, 0)
+    assert told[-1] == ("fetching", total, total)
+    assert asked_whole(server, sample) == 1
+    # Besides, each connection may find out once that there are no ranges.
+    assert len([request for request in server.requests if request.path == BIG]) <= 1 + connections
+
+
+def test_the_start_of_a_whole_file_is_left_once_another_answer_brings_it(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    events: list[FetchEvent] = []
+    is_on_its_way = threading.Event()
+
+    def behave(request: Request, reply: Reply, data: bytes | None) -> None:
+        asked = request.range(len(data or b""))
+        if request.path == BIG and data is not None and asked == (0, CHUNK_BYTES):
+            reply.head(200, Content_Length=len(data))
+            reply.raw(data[:99])
+            is_on_its_way.wait(5)
+            reply.raw(bytes(len(data) - 99))
+            return
+        if request.path == BIG and data is not None and asked == (0, len(data)):
+            is_on_its_way.set()
+        ignoring_ranges(request, reply, data)
+
+    with HostileServer(sample.files, behave) as server:
+        bring(sample, tmp_path / "model", client, [server], watch=events.append)
+    assert read_all(tmp_path / "model") == sample.files
+    assert [event for event in events if event.kind == "wrong-bytes"] == []
+    assert asked_whole(server, sample) == 1
+
+
+def test_a_wrong_chunk_of_a_whole_file_is_named_and_its_mirror_is_not_asked_again(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    target = tmp_path / "model"
+    behavior = ignoring_ranges_and(flipped(2 * CHUNK_BYTES + 5))
+    with HostileServer(sample.files, behavior) as server, pytest.raises(DigestMismatchError) as caught:
+        bring(sample, target, client, [server])
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.file, finding.offset) == ("digest-mismatch", BIG, 2 * CHUNK_BYTES)
+    assert server.url in finding.message
+    assert asked_whole(server, sample) == 1
+    assert_nothing_published(target)
+    (left,) = (work_area_of(target) / "partial").iterdir()
+    whole = sample.files[BIG]
+    assert left.read_bytes() == whole[: 2 * CHUNK_BYTES] + bytes(len(whole) - 2 * CHUNK_BYTES)
+    (record,) = Quarantine(target).records()
+    assert (record.path, record.mirrors, record.offset) == (BIG, [server.url], 2 * CHUNK_BYTES)
+
+
+def test_another_mirror_without_ranges_brings_what_a_lying_one_did_not(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    events: list[FetchEvent] = []
+    with (
+        HostileServer(sample.files, ignoring_ranges_and(flipped(2 * CHUNK_BYTES))) as liar,
+        HostileServer(sample.files, ignoring_ranges) as other,
+    ):
+        bring(sample, tmp_path / "model", client, [liar, other], watch=events.append)
+    assert read_all(tmp_path / "model") == sample.files
+    assert {event.mirror for event in events if event.kind == "wrong-bytes"} <= {liar.url}
+    assert asked_whole(other, sample) == 1
+    assert asked_whole(liar, sample) <= 1
+
+
+def test_a_whole_file_that_is_cut_is_read_again_and_only_what_is_missing_is_written(
+    tmp_path: Path, sample: Sample, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    behavior = ignoring_ranges_and(bytes, cut=2 * CHUNK_BYTES + 99)
+    with HostileServer(sample.files, behavior) as server, pytest.raises(FetchError, match="could not be fetched"):
+        bring(sample, target, client, [server])
+    assert asked_whole(server, sample) == HASTY.tries
+    assert_nothing_published(target)
+    (left,) = (work_area_of(target) / "partial").iterdir()
+    whole = sample.files[BIG]
+    assert left.read_bytes() == whole[: 2 * CHUNK_BYTES] + bytes(len(whole) - 2 * CHUNK_BYTES)
+
+    written: list[int] = []
+    write = partial.PartialFile.write
+
+    def noted(self: partial.PartialFile, offset: int, data: bytes | memoryview) -> None:
+        written.append(offset)
+        write(self, offset, data)
+
+    monkeypatch.setattr(partial.PartialFile, "write", noted)
+    with HostileServer(sample.files, ignoring_ranges) as server:
+        report = bring(sample, target, client, [server])
+    assert read_all(target) == sample.files
+    assert report.facts["fetch"]["kept_bytes"] >= 2 * CHUNK_BYTES
+    assert written == [index * CHUNK_BYTES for index in (2, 3, 4, 5)]
+
+
+def test_a_mirror_with_ranges_is_preferred_to_one_without(tmp_path: Path, sample: Sample, client: Client) -> None:
+    with HostileServer(sample.files, ignoring_ranges) as without, HostileServer(sample.files) as other:
+        report = bring(sample, tmp_path / "model", client, [without, other])
+    assert read_all(tmp_path / "model") == sample.files
+    assert asked_whole(without, sample) == 0
+    _, second = report.facts["fetch"]["mirrors"]
+    # The first piece is the start of the whole file, and does from either.
+    assert second["bytes"] >= len(sample.files[BIG]) - CHUNK_BYTES
+
+
+def test_a_mirror_without_ranges_makes_up_for_a_wrong_chunk_of_one_with(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    is_sent = threading.Event()
+    last = 5 * CHUNK_BYTES
+
+    def lying_and_slow(request: Request, reply: Reply, data: bytes | None) -> None:
+        asked = request.range(len(data or b""))
+        if request.path == BIG and asked is not None and asked[0] != last:
+            # Its pieces come when the whole file has brought them already, and count once.
+            is_sent.wait(0.5)
+            time.sleep(0.2)
+        lying(flipped(last))(request, reply, data)
+
+    def noted(request: Request, reply: Reply, data: bytes | None) -> None:
+        ignoring_ranges(request, reply, data)
+        if data is not None and request.path == BIG and request.range(len(data)) == (0, len(data)):
+            is_sent.set()
+
+    with HostileServer(sample.files, lying_and_slow) as liar, HostileServer(sample.files, noted) as without:
+        report = bring(sample, tmp_path / "model", client, [liar, without])
+    assert read_all(tmp_path / "model") == sample.files
+    assert [line["wrong_pieces"] for line in report.facts["fetch"]["mirrors"]] == [1, 0]
+    assert report.facts["fetch"]["fetched_bytes"] == sum(map(len, sample.files.values()))
+
+
+def test_a_whole_file_without_an_end_is_left_at_the_signed_size(tmp_path: Path, sample: Sample, client: Client) -> None:
+    target = tmp_path / "model"
+
+    def endless(request: Request, reply: Reply, data: bytes | None) -> None:
+        if request.path != BIG or data is None:
+            reply.honest(request, data)
+            return
+        reply.head(200)
+        reply.raw(data + bytes(CHUNK_BYTES))
+        while True:
+            reply.raw(bytes(CHUNK_BYTES))
+
+    whole = sample.files[BIG]
+    message = f"expected {len(whole)} bytes, found more"
+    with HostileServer(sample.files, endless) as server, pytest.raises(FetchError, match=message):
+        bring(sample, target, client, [server])
+    assert asked_whole(server, sample) == HASTY.tries
+    assert_nothing_published(target)
+    (left,) = (work_area_of(target) / "partial").iterdir()
+    found = left.read_bytes()
+    assert len(found) == len(whole)
+    for start in range(0, len(whole), CHUNK_BYTES):
+        piece = slice(start, start + CHUNK_BYTES)
+        assert found[piece] in {whole[piece], bytes(len(whole[piece]))}
+
+
+def test_a_mirror_that_ignores_one_range_has_ranges_all_the_same(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    ignored: list[str] = []
+
+    def behave(request: Request, reply: Reply, data: bytes | None) -> None:
+        if request.headers["range"].startswith(f"bytes={CHUNK_BYTES}-") and not ignored:
+            ignored.append(request.path)
+            ignoring_ranges(request, reply, data)
+        else:
+            reply.honest(request, data)
+
+    with HostileServer(sample.files, behave) as server:
+        bring(sample, tmp_path / "model", client, [server], connections=1)
+    assert read_all(tmp_path / "model") == sample.files
+    assert ignored == [BIG]
+    assert len([request for request in server.requests if request.path == BIG]) == 6 + 1
+    assert asked_whole(server, sample) == 0
 
 
 # --- long files without digests of their chunks -------------------------------------------------------------------
