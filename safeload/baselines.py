@@ -65,14 +65,17 @@ class Baseline:
     known: Mapping[_Key, KnownFinding]
 
     def split(self, report: Report) -> tuple[tuple[KnownFinding, ...], tuple[KnownFinding, ...]]:
-        """Return the known findings that a report has, and those that it has no more, each in the baseline's order."""
-        found = {
-            (finding.code, file.path, file.sha256)
-            for file in report.files
-            for finding in file.findings
-            if file.sha256 is not None
+        """Return the known findings that a report has, and those that it has no more, each in the baseline's order.
+
+        Where a report has one path twice, as of a directory in another that is audited too, and one of the two files is
+        not the known one, the finding is not known: what shows it goes by code and path.
+        """
+        found = {(f.code, file.path, file.sha256) for file in report.files for f in file.findings}
+        others: set[tuple[str, str | None]] = {
+            (code, path) for code, path, sha256 in found if (code, path, sha256) not in self.known
         }
-        known = tuple(entry for key, entry in self.known.items() if key in found)
+        others |= {(finding.code, finding.file) for finding in report.findings}
+        known = tuple(e for key, e in self.known.items() if key in found and (e.code, e.path) not in others)
         return known, tuple(entry for key, entry in self.known.items() if key not in found)
 
 
@@ -115,6 +118,9 @@ def baseline_json(report: Report, earlier: Baseline | None = None) -> str:
     Args:
         report: What an audit found.
         earlier: Whose reasons are kept, where the finding is still there.
+
+    Raises:
+        ConfigError: There are more findings than `read_baseline` reads.
     """
     reasons = {} if earlier is None else {key: entry.reason for key, entry in earlier.known.items()}
     keys = {
@@ -127,4 +133,10 @@ def baseline_json(report: Report, earlier: Baseline | None = None) -> str:
         {"code": code, "path": path, "sha256": sha256, "reason": reasons.get((code, path, sha256), NOT_REVIEWED)}
         for code, path, sha256 in keys
     ]
-    return json.dumps({"schema": 1, "findings": findings}, indent=1, ensure_ascii=True) + "\n"
+    made = json.dumps({"schema": 1, "findings": findings}, indent=1, ensure_ascii=True) + "\n"
+    if len(made) > MAX_BASELINE_BYTES:
+        raise ConfigError(
+            f"expected a baseline of at most {MAX_BASELINE_BYTES} bytes, found {len(findings)} findings to write down",
+            hint="a policy may allow what is everywhere; a baseline is for what is looked at one by one",
+        )
+    return made

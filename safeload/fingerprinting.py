@@ -38,6 +38,9 @@ MAX_FINGERPRINT_BYTES: Final = 64 * 1024 * 1024
 MAX_OUTPUT_BYTES: Final = 1024 * 1024
 """Most bytes of a forward pass's output that are kept: the logits of a few positions."""
 
+MAX_NAME: Final = 4096
+"""Longest name of a tensor, in characters."""
+
 _MAX_DEPTH: Final = 64
 """Most levels of a tree; a deeper one is one that holds itself."""
 
@@ -106,7 +109,7 @@ class Fingerprint(_Model):
     """
 
     fingerprint: Annotated[int, Field(ge=1, le=1)]
-    tensors: Mapping[Annotated[str, StringConstraints(max_length=4096)], Value] = Field(min_length=1)
+    tensors: Mapping[Annotated[str, StringConstraints(max_length=MAX_NAME)], Value] = Field(min_length=1)
     forward: Pass | None = None
 
     @classmethod
@@ -165,7 +168,7 @@ class Fingerprint(_Model):
             for file in listed.files
             for tensor in file.tensors
         }
-        return cls(fingerprint=1, tensors=values)
+        return _made(values, None)
 
     def to_json(self) -> bytes:
         """Return the file's bytes, the same for the same values: sorted, in ASCII, a line for each thing."""
@@ -221,9 +224,9 @@ def fingerprint(tree: Any, *, forward: Forward | None = None, inputs: Any = None
     Raises:
         ConfigError: The tree has no arrays or other leaves, the model raises an exception, or its output is too long.
     """
-    arrays = _arrays(tree)
-    made = None if forward is None else _pass(tree, forward, inputs)
-    return Fingerprint(fingerprint=1, tensors=_values(arrays), forward=made)
+    # The values before the pass, as in a comparison: a model that writes to its weights is told then.
+    values = _values(_arrays(tree))
+    return _made(values, None if forward is None else _pass(tree, forward, inputs))
 
 
 def check_fingerprint(
@@ -262,6 +265,15 @@ def check_fingerprint(
     if findings or result == "differs":
         raise DigestMismatchError(*findings)
     return Compared(len(values), result, difference)
+
+
+def _made(values: Mapping[str, Value], forward: Pass | None) -> Fingerprint:
+    try:
+        return Fingerprint(fingerprint=1, tensors=values, forward=forward)
+    except ValidationError as err:  # of a name, which is all that the caller chose
+        names = [name for name in values if len(name) > MAX_NAME or not name.isprintable()]
+        shown = escape(names[0] if names else "", limit=60)
+        raise ConfigError(f"expected names of text of at most {MAX_NAME} characters, found {shown!r}") from err
 
 
 def _compare_pass(

@@ -164,7 +164,8 @@ class Merge(_Rule):
     """Several tensors become one along an axis, which copies them.
 
     Those with one name by `into` belong together: in the order of `names`, and by number where one expression matches
-    several. `parts` is how many there must be, so that one that is not there is told.
+    several. `parts` is how many there must be, so that one that is not there is told; for the same reason the numbers
+    have to be equally far apart, such as 0, 1, 2 or 1, 3, 5. Parts of other numbers are named one by one.
     """
 
     names: tuple[Pattern, ...] = Field(min_length=1, max_length=_MAX_PARTS)

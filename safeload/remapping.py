@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -43,6 +45,10 @@ _MAX_CANDIDATES: Final = 30
 
 _BLOCK_BYTES: Final = 16 * 1024 * 1024
 """How much of a value is brought into canonical form at one time."""
+
+_MAX_BUFFER_BYTES: Final = 1 << 32
+"""Largest buffer that is built: a mask of 65,536 positions, a byte each. What is demanded may come from a checkpoint's
+configuration."""
 
 _NUMBERS: Final = re.compile(r"(\d+)")
 _COMPONENTS: Final = re.compile(r"[/.]")
@@ -250,6 +256,8 @@ def _sources(loaded: Mapping[str, Any], parameters: Mapping[str, str]) -> tuple[
     files: list[NamedFile] = []
     plain: list[str] = []
     for path, tree in loaded.items():
+        if not isinstance(path, str):
+            raise ConfigError(f"expected what each file holds by its path, found a {type(path).__name__} as one")
         names: list[str] = []
         for name, leaf in _leaves(tree, (), path):
             if isinstance(leaf, np.ndarray):
@@ -317,7 +325,11 @@ def _demands(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, _Dema
         dtype = getattr(node.dtype, "name", str(node.dtype))
         if dtype not in DTYPE_ITEMSIZE:
             raise ConfigError(f"target: {escape(name)}: safeload has no dtype {escape(dtype)}")
-        yield name, _Demand(tuple(node.shape), dtype)
+        try:
+            shape = tuple(map(operator.index, node.shape))
+        except TypeError as err:
+            raise ConfigError(f"target: {escape(name)}: expected a shape of whole numbers: {escape(str(err))}") from err
+        yield name, _Demand(shape, dtype)
         return
     _require_depth(path)
     if isinstance(node, (Mapping, Record)):
@@ -451,6 +463,14 @@ class _Mapping:
     def find(self, code: str, message: str, file: str | None = None, hint: str | None = None) -> None:
         self.findings.append(Finding(code, message, file=file, hint=hint))
 
+    def named(self, template: str, match: re.Match[str]) -> str:
+        """Return the name that a rule makes, which is held to the limit of those that the next rules are tried on."""
+        name = expand(template, match)
+        if len(name) > MAX_NAME:
+            message = f"expected rules that make names of at most {MAX_NAME} characters, found {len(name)}"
+            raise LimitError(Finding("name-too-long", message, hint="repeat less of what was matched"))
+        return name
+
     def unfit(self, step: str, name: str, item: _Item, why: object) -> None:
         message = f"{escape(name)}: expected a tensor that `{step}` fits, found {item.described}: {escape(str(why))}"
         self.find("rule-does-not-fit", message, item.file, "change the rule; its axes count from 0")
@@ -461,7 +481,7 @@ class _Mapping:
         renamed: dict[str, _Item] = {}
         for name, item in self.items.items():
             found = self.first(self.rules.rename, name)
-            self.put(renamed, name if found is None else expand(found[0].to, found[1]), item)
+            self.put(renamed, name if found is None else self.named(found[0].to, found[1]), item)
         self.items = renamed
 
     def exclude(self) -> None:
@@ -495,7 +515,7 @@ class _Mapping:
                 self.unfit("split", name, item, err)
                 pieces = []
             for template, piece in zip(rule.into, pieces, strict=False):
-                self.put(parts, expand(template, match), item.becomes(piece, "split"))
+                self.put(parts, self.named(template, match), item.becomes(piece, "split"))
         self.items = parts
 
     def merge(self) -> None:
@@ -514,7 +534,7 @@ class _Mapping:
                 match = re.fullmatch(pattern, name)
                 if match is not None:
                     self.used.add(id(rule))
-                    return number, order, expand(rule.into, match)
+                    return number, order, self.named(rule.into, match)
         return None
 
     def _merge(self, rule: Merge, into: str, members: list[tuple[int, str]]) -> None:
@@ -525,6 +545,15 @@ class _Mapping:
             names = ", ".join(escape(name) for _, name in members)
             message = f"expected {rule.n_parts} tensors to become {escape(into)}, found {len(members)}: {names}"
             self.find("merge-incomplete", message, items[0].file)
+            return
+        if not all(_is_even([name for order, name in members if order == each]) for each in range(len(rule.names))):
+            names = ", ".join(escape(name) for _, name in members)
+            message = (
+                f"expected numbers at even steps, which give the order of what becomes {escape(into)}; found {names}"
+            )
+            self.find(
+                "merge-order", message, items[0].file, "is one missing? Else name the parts one by one in `names`"
+            )
             return
         if len({item.array.dtype.name for item in items}) > 1:
             self.unfit("merge", into, items[0], f"another is {items[-1].described}, and nothing is cast here")
@@ -546,7 +575,7 @@ class _Mapping:
                 if match is None:
                     continue
                 self.used.add(id(rule))
-                also, item = expand(rule.also, match), self.items[name]
+                also, item = self.named(rule.also, match), self.items[name]
                 copy = self.items.get(also)
                 if copy is not None and not same_value(copy.array, item.array):
                     self.find(
@@ -568,7 +597,10 @@ class _Mapping:
             shape = demand.shape if demand is not None else item.array.shape if item is not None else ()
             made = self._buffer(found[0], shape, demand.dtype if demand is not None else "bool")
             if made is None:
-                message = f"{escape(name)}: expected a shape [.., n, n] for a {found[0].kind}, found {list(shape)}"
+                message = (
+                    f"{escape(name)}: expected a shape [.., n, n] of at most {_MAX_BUFFER_BYTES} bytes for a "
+                    f"{found[0].kind}, found {list(shape)}"
+                )
                 self.find("rule-does-not-fit", message, None if item is None else item.file)
                 continue
             if item is not None:
@@ -592,8 +624,10 @@ class _Mapping:
                 del self.items[name]
 
     def _buffer(self, rule: Build, shape: tuple[int, ...], dtype: str) -> Array | None:
-        """Return a buffer, the same for all of one kind, shape and dtype; None where it has no such shape."""
+        """Return a buffer, one for all of a kind, shape and dtype; None where it has no such shape or is too large."""
         if len(shape) < 2 or shape[-1] != shape[-2] or any(length != 1 for length in shape[:-2]):
+            return None
+        if shape[-1] ** 2 * DTYPE_ITEMSIZE[dtype] > _MAX_BUFFER_BYTES:
             return None
         key = rule.kind, shape, dtype
         if key not in self.buffers:
@@ -626,7 +660,10 @@ class _Mapping:
             return
         missing = [name for name in self.wanted if name not in self.items]
         unexpected = [name for name in self.items if name not in self.wanted]
-        suggest = _Suggestions(missing, unexpected)
+        mapped = {
+            item.origins[0].name: name for name, item in self.items.items() if name in self.wanted and item.origins
+        }
+        suggest = _Suggestions(missing, unexpected, mapped)
         for name in missing:
             message = f"expected {escape(name)}, {self.wanted[name].described}; found no such tensor"
             self.find("missing-tensor", message, None, self._hint_missing(name, suggest))
@@ -634,8 +671,7 @@ class _Mapping:
             item = self.items[name]
             came = item.origins[0].name if item.origins else name
             was = "" if came == name else f" (from {escape(came)})"
-            near = suggest.near(name, missing)
-            hint = f"rename it to {escape(near)}" if near else "exclude it by name, with the reason, if it has no place"
+            hint = self._hint_unexpected(name, came, suggest)
             message = f"expected nothing that becomes {escape(name)}{was}; found {item.described}"
             self.find("unexpected-tensor", message, item.file, hint)
         for name, demand in self.wanted.items():
@@ -650,6 +686,16 @@ class _Mapping:
             if found.array.dtype.name != demand.dtype:
                 message = f"expected {escape(name)} of dtype {demand.dtype}, found {found.array.dtype.name}"
                 self.find("dtype-mismatch", message, found.file, f'a cast rule can make it: dtype = "{demand.dtype}"')
+
+    def _hint_unexpected(self, name: str, came: str, suggest: _Suggestions) -> str:
+        near = suggest.near(name, suggest.missing)
+        if near is not None:
+            return f"rename it to {escape(near)}"
+        # Names of a checkpoint are seldom near to those of a model, and often to one another.
+        model = suggest.near(came, list(suggest.mapped))
+        if model is not None:
+            return f"did you mean a name like {escape(model)}, which becomes {escape(suggest.mapped[model])}?"
+        return "exclude it by name, with the reason, if it has no place"
 
     def _hint_missing(self, name: str, suggest: _Suggestions) -> str:
         if name in self.excluded:
@@ -672,8 +718,8 @@ class _Mapping:
 class _Suggestions:
     """Names that are near to each other, for as many as can be afforded."""
 
-    def __init__(self, missing: Sequence[str], unexpected: Sequence[str]) -> None:
-        self.missing, self.unexpected = missing, unexpected
+    def __init__(self, missing: Sequence[str], unexpected: Sequence[str], mapped: Mapping[str, str]) -> None:
+        self.missing, self.unexpected, self.mapped = missing, unexpected, mapped
         self._left = _MAX_SUGGESTED
 
     def near(self, name: str, others: Sequence[str]) -> str | None:
@@ -707,6 +753,21 @@ def _natural(name: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in _NUMBERS.split(name) if part)
 
 
+def _is_even(names: Sequence[str]) -> bool:
+    """Whether names in natural order differ, and each number in them takes values that are equally far apart.
+
+    Layers 0, 1, 2 and 1, 3, 5 do. Of 0, 2, 3 one may be missing with another in its place; "1" and "01" have no order.
+    """
+    keys = [_natural(name) for name in names]
+    if len(set(keys)) < len(keys):
+        return False
+    for column in zip(*([part for kind, part in key if not kind] for key in keys), strict=False):
+        values = sorted({number for number in column if isinstance(number, int)})
+        if len({after - before for before, after in pairwise(values)}) > 1:
+            return False
+    return True
+
+
 def _nested(arrays: Mapping[str, Array]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, array in arrays.items():
@@ -728,6 +789,10 @@ def canonical_blocks(array: Array) -> Iterator[bytes | memoryview]:
         return
     if array.ndim == 0:
         yield array.astype(little).tobytes()
+        return
+    if array.ndim > 1 and array[0].nbytes > _BLOCK_BYTES:
+        for row in array:  # as deep as there are dimensions, which numpy bounds
+            yield from canonical_blocks(row)
         return
     rows = max(1, _BLOCK_BYTES // max(1, array[0].nbytes))
     for start in range(0, len(array), rows):

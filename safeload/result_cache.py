@@ -229,16 +229,22 @@ class ResultCache:
         """Read what is there.
 
         Raises:
-            StagingError: The directory cannot be made or read.
+            StagingError: The directory cannot be made or read, or is a link.
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as err:
             raise StagingError(f"cannot make the cache {escape(str(self._directory))}: {reason(err)}") from err
+        if self._directory.is_symlink():
+            # Whoever can write to the cache would choose where parts are written, and which are deleted.
+            raise StagingError(f"the cache {escape(str(self._directory))} is a symbolic link", hint="remove it")
         room = MAX_CACHE_BYTES
         with Root(self._directory) as root:
             for walked in root.walk():
                 if walked.finding is not None or not walked.path.endswith(_SUFFIX):
+                    continue
+                if walked.size > MAX_PART_BYTES:
+                    self.use.damaged += 1  # none that we wrote, and no reason to leave those behind it unread
                     continue
                 room -= walked.size
                 if room < 0:

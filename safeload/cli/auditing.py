@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +14,7 @@ import typer
 
 from safeload.cli import options
 from safeload.cli.output import Output
-from safeload.errors import ConfigError, escape
+from safeload.errors import ConfigError, escape, reason
 from safeload.rendering import text
 from safeload.rendering.text import printable, shown
 from safeload.report import Report
@@ -90,8 +92,12 @@ def audit(
     """Verify what has a manifest, scan all of it in any case, and write reports for people and for CI."""
     out = Output(verbose=verbose)
     outputs = {"sarif": sarif, "junit": junit, "html": html, "json": json, "baseline": write_baseline}
-    _require_writable([path for path in outputs.values() if path is not None])
     chosen = _manifests(directories, manifest)
+    keep = [path for path in (*(manifest or ()), *(trust or ()), policy, history, cache_key) if path is not None]
+    # A baseline that is written again is the one output that may take an input's place.
+    if baseline is not None and (write_baseline is None or _place(baseline) != _place(write_baseline)):
+        keep.append(baseline)
+    _require_writable({kind: path for kind, path in outputs.items() if path is not None}, directories, keep)
 
     from safeload import auditing
     from safeload.baselines import baseline_json, read_baseline
@@ -133,15 +139,40 @@ def audit(
     return 0 if found.has_passed else 1
 
 
-def _require_writable(paths: Sequence[Path]) -> None:
-    """Say now, and not hours later, that a report has no place to go."""
-    if len({str(path) for path in paths}) != len(paths):
-        raise ConfigError("two reports would be written to one file", hint="name a file for each")
-    for path in paths:
-        if not path.parent.is_dir() or path.is_dir():
+def _require_writable(outputs: Mapping[str, Path], directories: Sequence[Path], keep: Sequence[Path | str]) -> None:
+    """Say now, and not hours later, that a report has no place to go, or would take that of something else."""
+    from safeload.files import lies_in
+
+    kept = {_place(path) for path in keep}
+    taken: set[str] = set()
+    for path in outputs.values():
+        shown_path, place = escape(str(path)), _place(path)
+        if place in taken:
+            raise ConfigError("two reports would be written to one file", hint="name a file for each")
+        taken.add(place)
+        if place in kept:
+            raise ConfigError(f"{shown_path} is what this audit reads: a report would replace it", hint="name another")
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError as err:
+            if not path.parent.is_dir():
+                raise ConfigError(f"cannot write {shown_path}: no such directory", hint="make it first") from err
+            continue
+        except OSError as err:
+            raise ConfigError(f"cannot write {shown_path}: {reason(err)}", hint="name another file") from err
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"cannot write {shown_path}: it is there, and no regular file", hint="name another")
+        if any(lies_in(path, directory) for directory in directories):
             raise ConfigError(
-                f"cannot write {escape(str(path))}: no such directory, or it is one", hint="make it first"
+                f"{shown_path} is a file of the checkpoint: a report would replace it",
+                hint="name a file outside of it; an earlier report that lies there can be moved away",
             )
+
+
+def _place(path: Path | str) -> str:
+    """Return where a file is or would be made, however its folder was named."""
+    folder, name = os.path.split(path)
+    return str(Path(os.path.realpath(folder or "."), name))
 
 
 def _manifests(

@@ -202,6 +202,7 @@ _TITLES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             "bad-varint": "a number of variable length does not end",
             "bad-view": "a view is none",
             "cycle": "a value holds itself",
+            "damaged-file": "a file is not of the format that its name promises, nor of any other",
             "data-after-storages": "data follows the last storage",
             "duplicate-key": "a key is there twice",
             "frame-straddled": "a pickle's frame ends within an instruction",

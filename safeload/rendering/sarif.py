@@ -31,14 +31,15 @@ def sarif_json(report: Report) -> str:
     codes = {code: index for index, code in enumerate(sorted({finding.code for finding in findings}))}
     files = {file.path: file for file in report.files}
     results = [_result(f, codes[f.code], files.get(f.file or ""), report, reasons) for f in findings]
-    refused = [file for file in report.files if file.findings]
+    # Each place once (SARIF 3.14.15): where one directory of an audit lies in another, a file is reported twice.
+    refused = {uri(file.path): file for file in report.files if file.findings}
     tool: Any = report.facts.get("tool") or {}
     version = {"version": str(tool["version"])} if "version" in tool else {}
     run: dict[str, Any] = {
         "tool": {"driver": {"name": "safeload", **version, "rules": [_rule(code) for code in codes]}},
         "automationDetails": {"id": "safeload/"},
         "invocations": [_invocation(report)],
-        "artifacts": [_artifact(file) for file in refused],
+        "artifacts": [_artifact(file) for file in refused.values()],
         "results": results,
         "properties": {"verdict": report.verdict, "files": len(report.files)},
     }

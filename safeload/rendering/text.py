@@ -31,8 +31,18 @@ def shown(name: str) -> str:
 
 
 def printable(message: str) -> str:
-    """Return a sentence of ours on one line. What it quotes is escaped where it was made; this is the second net."""
-    return "".join(c if c.isprintable() else escape(c) for c in message)
+    """Return a sentence of ours on one line. What it quotes is escaped where it was made; this is the second net.
+
+    Lines to paste, which a hint may end with, become one line: see `hint_lines` for where there is room for them.
+    """
+    return "".join(c if c.isprintable() else " " if c == "\n" else escape(c) for c in message)
+
+
+def hint_lines(hint: str) -> Iterator[str]:
+    """Yield a hint as lines for stderr. What is to be pasted is indented, so that no line of it passes for ours."""
+    first, *rest = hint.split("\n")
+    yield f"safeload: hint: {printable(first)}"
+    yield from (f"  {printable(line)}" for line in rest)
 
 
 def error_lines(finding: Finding) -> Iterator[str]:
@@ -42,7 +52,7 @@ def error_lines(finding: Finding) -> Iterator[str]:
     if finding.offset is not None:
         yield f"safeload:   at byte {finding.offset}"
     if finding.hint is not None:
-        yield f"safeload: hint: {printable(finding.hint)}"
+        yield from hint_lines(finding.hint)
 
 
 def summary_lines(report: Report, *, verbose: bool = False) -> Iterator[str]:

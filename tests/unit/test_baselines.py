@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from safeload import baselines
 from safeload.baselines import MAX_BASELINE_BYTES, NOT_REVIEWED, baseline_json, read_baseline
 from safeload.errors import ConfigError, Finding
 from safeload.report import FileReport, Report
@@ -96,3 +97,19 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="at most 20 bytes"):
         read_baseline(write(tmp_path, {"schema": 1, "findings": [ENTRY]}))
     assert MAX_BASELINE_BYTES > 20
+
+
+def test_a_path_that_a_report_has_twice_is_known_only_if_both_files_are(tmp_path: Path) -> None:
+    file = refused("m/a")
+    baseline = read_baseline(write(tmp_path, baseline_json(Report((file,)))))
+    other = FileReport("m/a", "pickle", 1, "0" * 64, file.findings)
+    assert [entry.path for entry in baseline.split(Report((file, file)))[0]] == ["m/a"]
+    assert baseline.split(Report((file, other))) == ((), ())
+    assert baseline.split(Report((file,), (file.findings[0].in_file("m/a"),))) == ((), ())
+
+
+def test_no_baseline_is_written_that_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "MAX_BASELINE_BYTES", 300)
+    baseline_json(Report((refused("m/a"),)))
+    with pytest.raises(ConfigError, match="expected a baseline of at most 300 bytes, found 2 findings"):
+        baseline_json(Report((refused("m/a"), refused("m/b"))))

@@ -1,6 +1,7 @@
 """The command `safeload audit`: every report from one run, an exit code for CI, and stdout that a runner can read."""
 
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -185,6 +186,49 @@ def test_nothing_is_written_where_there_is_no_verdict(run: Run, checkpoint: Path
 def test_a_report_that_lies_in_a_checkpoint_is_said(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     assert "lies in a checkpoint" in run(checkpoint, "--json", checkpoint / "report.json").stderr
     assert "lies in a checkpoint" not in run(checkpoint, "--json", tmp_path / "report.json").stderr
+
+
+def test_a_report_never_takes_the_place_of_what_is_audited_or_read(
+    run: Run, checkpoint: Path, signed: list[str | Path], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    run(checkpoint, "--write-baseline", tmp_path / "known.json")
+    (tmp_path / "link").symlink_to(tmp_path)
+    files = [checkpoint / "a", signed[1], signed[3], key, tmp_path / "known.json"]
+    before = [Path(path).read_bytes() for path in files]
+    reads = [*signed, "--cache", tmp_path / "cache", "--cache-key", key, "--baseline", tmp_path / "known.json"]
+    for path in files:
+        for named in (path, tmp_path / "link" / Path(path).relative_to(tmp_path)):
+            done = run(checkpoint, *reads, "--json", named)
+            assert (done.code, done.stdout) == (2, ""), named
+            assert "a report would replace it" in done.stderr
+    assert [Path(path).read_bytes() for path in files] == before
+    # A baseline that is renewed is meant to be replaced, and so is an earlier report.
+    renewed = tmp_path / "link" / "known.json"
+    assert run(checkpoint, "--baseline", tmp_path / "known.json", "--write-baseline", renewed).code == 0
+    for _ in range(2):
+        assert run(checkpoint, "--json", tmp_path / "report.json").code == 0
+
+
+def test_what_cannot_be_a_report_is_said_before_anything_is_read(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safeload.auditing.audit", lambda *_, **__: pytest.fail("an audit was begun"))
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "here").symlink_to(".")
+    for arguments, message in (
+        (["--json", tmp_path / "fifo"], "no regular file"),
+        (["--json", tmp_path / "link"], "no regular file"),
+        (["--json", tmp_path / ("n" * 300)], "File name too long"),
+        (["--json", checkpoint / "a" / "o"], "Not a directory"),
+        (["--json", tmp_path / "o", "--html", tmp_path / "here" / "o"], "two reports"),
+    ):
+        done = run(checkpoint, *arguments)
+        assert (done.code, done.stdout) == (2, ""), arguments
+        assert message in done.stderr
 
 
 def test_a_cache_is_said(run: Run, checkpoint: Path, tmp_path: Path) -> None:

@@ -230,6 +230,21 @@ def test_a_tree_that_holds_itself_and_a_deleted_array_are_refused() -> None:
 # ---------------------------------------------------------------- the file
 
 
+@pytest.mark.parametrize("name", ["n" * 4097, "\udcff"])
+def test_a_name_that_no_file_could_hold_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="expected names of text of at most 4096 characters"):
+        fingerprint({name: np.ones(2)})
+
+
+def test_a_model_that_writes_to_its_weights_is_fingerprinted_before_it_does() -> None:
+    def doubles(values: Any, _: Any) -> Any:
+        values["w"] *= 2
+        return values["w"]
+
+    made = fingerprint({"w": np.ones(2)}, forward=doubles, inputs=np.ones(1))
+    assert made.tensors == fingerprint({"w": np.ones(2)}).tensors
+
+
 def test_a_file_says_the_same_again_and_has_one_digest() -> None:
     made = fingerprint(tree(), forward=forward, inputs=INPUT)
     data = made.to_json()

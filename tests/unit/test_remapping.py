@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from safeload import sign
+from safeload import remapping, sign
 from safeload.decoding import PartialTensor
 from safeload.errors import ConfigError, Finding, LimitError, PolicyError, StagingError
 from safeload.formats.safetensors_writing import write_safetensors
@@ -427,8 +428,11 @@ def test_a_big_endian_array_has_the_dtype_that_it_has() -> None:
         ({"f": {"w": np.array(["text"])}}, None),
         ({"f": {"w": np.array([object()])}}, None),
         ({"f": {1: array(1), "1": array(1)}}, None),
+        ({1: {"w": array(1)}}, None),
         ({"f": {"w": array(1)}}, {"w": 3}),
         ({"f": {"w": array(1)}}, {"w": np.array(["text"])}),
+        ({"f": {"w": array(1)}}, {"w": SimpleNamespace(dtype=np.dtype(np.int8), shape=None)}),
+        ({"f": {"w": array(1)}}, {"w": SimpleNamespace(dtype=np.dtype(np.int8), shape=(None,))}),
         ({"f": {"w": array(1)}}, {"a": {"b": demand(1)}, "a/b": demand(1)}),
     ],
 )
@@ -521,3 +525,62 @@ def test_values_are_the_same_by_dtype_shape_and_bits() -> None:
     assert not same_value(one, one.astype(np.float64))
     assert not same_value(one, one.view(np.int32))
     assert not same_value(np.array([0.0]), np.array([-0.0]))
+
+
+@pytest.mark.parametrize("numbers", [("0", "2", "3"), ("1", "01"), ("0", "1", "5", "6")])
+def test_a_merge_whose_order_numbers_do_not_give_is_refused(numbers: tuple[str, ...]) -> None:
+    parts = {f"h.{number}.w": array(2) for number in numbers}
+    text = f"[[merge]]\nnames = ['h\\.\\d+\\.w']\ninto = 'w'\nparts = {len(numbers)}\n"
+    assert codes(parts, text) == ["merge-order"]
+
+
+def test_a_merge_takes_even_steps_a_grid_and_parts_in_the_order_of_their_names() -> None:
+    def merged(text: str, *names: str) -> list[int]:
+        made = mapped({name: np.array([at], np.int32) for at, name in enumerate(names)}, f"[[merge]]\n{text}")
+        return [int(each) for each in made["w"]]
+
+    step = "names = ['h\\.\\d+']\ninto = 'w'\nparts = 3\n"
+    assert merged(step, "h.5", "h.3", "h.1") == [2, 1, 0]
+    grid = "names = ['h\\.\\d+\\.\\d+']\ninto = 'w'\nparts = 4\n"
+    assert merged(grid, "h.0.7", "h.10.3", "h.10.7", "h.0.3") == [3, 0, 1, 2]
+    assert merged("names = ['h\\.3', 'h\\.0', 'h\\.2']\ninto = 'w'\n", "h.0", "h.2", "h.3") == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[rename]]\nname = '(9+)'\nto = '\\1\\1'\n",
+        "[[split]]\nname = '(9+)'\naxis = 0\ninto = ['a', '\\1\\1']\n",
+        "[[merge]]\nnames = ['(9+)']\nparts = 2\ninto = '\\1\\1'\n",
+        "[[tie]]\nname = '(9+)'\nalso = '\\1\\1'\n",
+    ],
+)
+def test_a_name_that_a_rule_makes_is_not_longer_than_rules_are_tried_on(text: str) -> None:
+    short = "9" * (MAX_NAME // 2)
+    survey({"file": {short: array(2)}}, rules(text))
+    with pytest.raises(LimitError) as caught:
+        survey({"file": {short + "9": array(2)}}, rules(text))
+    assert caught.value.findings[0].code == "name-too-long"
+
+
+def test_a_mask_that_is_larger_than_memory_is_refused_and_not_made() -> None:
+    text = "[[build]]\nname = 'mask'\nkind = 'causal-mask'\n"
+    assert "rule-does-not-fit" in codes({"w": array(2)}, text, {"w": demand(2), "mask": demand(1 << 22, 1 << 22)})
+
+
+def test_a_name_that_no_rule_knows_is_told_the_nearest_that_one_does() -> None:
+    text = "[[rename]]\nname = 'h\\.(\\d)\\.attn\\.weight'\nto = 'blocks/\\1/attention'\n"
+    model = {"blocks": {str(number): {"attention": demand(2)} for number in range(2)}}
+    told = findings({"h.0.attn.weight": array(2), "h.1.attn.wieght": array(2)}, text, model)
+    (hint,) = [finding.hint for finding in told if finding.code == "unexpected-tensor"]
+    assert hint == "did you mean a name like h.0.attn.weight, which becomes blocks/0/attention?"
+
+
+def test_canonical_blocks_of_a_view_are_short_whatever_its_first_dimensions_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remapping, "_BLOCK_BYTES", 64)
+    view = array(1, 2, 40, 8).transpose(0, 1, 3, 2)
+    blocks = [bytes(block) for block in canonical_blocks(view)]
+    assert max(map(len, blocks)) <= 160  # a row of 40 numbers; the whole is 2560
+    assert b"".join(blocks) == view.tobytes()

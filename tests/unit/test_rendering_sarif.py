@@ -126,3 +126,9 @@ def test_artifacts_are_the_refused_files_with_their_digests() -> None:
 )
 def test_a_path_is_a_uri_reference(path: str, expected: str) -> None:
     assert uri(path) == expected
+
+
+def test_a_file_that_was_met_twice_is_one_artifact() -> None:
+    report = Report((refused("m/sub/a"), refused("m/sub/a")), (), RUN)
+    run = run_of(report)
+    assert [len(run[key]) for key in ("artifacts", "results")] == [1, 2]

@@ -206,6 +206,32 @@ def test_a_link_in_the_cache_is_not_followed(tmp_path: Path, checkpoint: Path, c
     assert use(cached(checkpoint)) == (0, 4)
 
 
+def test_a_cache_that_is_a_link_is_not_written_through(
+    tmp_path: Path, checkpoint: Path, cached: Callable[..., Audit]
+) -> None:
+    cached(checkpoint)
+    (part,) = parts(tmp_path)
+    folder = part.parent
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    (checkpoint / "new").write_bytes(pickle.dumps({"w": np.ones(2)}))
+    with pytest.raises(StagingError, match="is a symbolic link"):
+        cached(checkpoint)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == [part.name]
+
+
+def test_a_part_of_any_length_leaves_the_others_usable(
+    tmp_path: Path, checkpoint: Path, cached: Callable[..., Audit]
+) -> None:
+    cached(checkpoint)
+    (part,) = parts(tmp_path)
+    with (part.parent / "0.results").open("wb") as file:
+        file.truncate(1 << 40)
+    again = cached(checkpoint)
+    assert use(again) == (4, 0)
+    assert again.report.facts["audit"]["cache"]["damaged_parts"] == 1
+
+
 def test_what_depends_on_files_beside_it_is_not_remembered(tmp_path: Path, cached: Callable[..., Audit]) -> None:
     folder = tmp_path / "ckpt"
     folder.mkdir()
