@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Self, TypeVar
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Generic, Self, TypeVar, cast
 
 from safeload.report import Progress
 
@@ -27,7 +29,7 @@ class Meter:
     def __init__(self) -> None:
         self.nbytes = 0
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._is_stopped = False
 
     def advance(self, nbytes: int) -> None:
         """Count bytes that were dealt with.
@@ -35,19 +37,30 @@ class Meter:
         Raises:
             Exception: The run was given up; let it pass.
         """
-        if self._stop.is_set():
+        if self._is_stopped:
             raise _StoppedError
         with self._lock:
             self.nbytes += nbytes
 
     def stop(self) -> None:
         """Make every thread end at its next `advance`."""
-        self._stop.set()
+        self._is_stopped = True
 
 
 def n_processors() -> int:
     """Return how many processors this process may use: as many threads as can hash at the same time."""
     return len(os.sched_getaffinity(0))
+
+
+class Lot(Generic[R]):
+    """Items that were begun together, and what became of them so far. Made by `Crew.begin`."""
+
+    def __init__(self, n_items: int) -> None:
+        self.results: list[R | None] = [None] * n_items
+        self.n_left = n_items
+        # Threads only put, and the thread that waits only gets. A SimpleQueue does either without a lock that Python
+        # code takes: an interruption in the middle of one would leave it taken, and all that need it waiting for ever.
+        self.ended: SimpleQueue[tuple[int, R | None, BaseException | None]] = SimpleQueue()
 
 
 class Crew:
@@ -62,9 +75,10 @@ class Crew:
     def __init__(self, threads: int) -> None:
         """Say how many threads; they start with the first work."""
         self.meter = Meter()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="safeload")
+        self._n_threads = threads
+        self._threads: list[threading.Thread] = []
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         """Return the crew itself."""
@@ -73,9 +87,12 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         """Have every thread end after the piece that it is at, and wait for that."""
         self.meter.stop()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for _thread in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
 
-    def begin(self, items: Sequence[T], work: Callable[[T, Meter], R], *, size: Callable[[T], int]) -> list[Future[R]]:
+    def begin(self, items: Sequence[T], work: Callable[[T, Meter], R], *, size: Callable[[T], int]) -> Lot[R]:
         """Begin the work on a lot of items, and return what `finish` waits for.
 
         The largest item goes first, so that no thread is left alone with it at the end. Lots are worked on in the order
@@ -86,11 +103,16 @@ class Crew:
             work: Told the item and the meter, whose `advance` it calls after each piece.
             size: Bytes of an item.
         """
-        order = sorted(range(len(items)), key=lambda index: size(items[index]), reverse=True)
-        futures = {index: self._threads.submit(self._do, items[index], work) for index in order}
-        return [futures[index] for index in range(len(items))]
+        lot: Lot[R] = Lot(len(items))
+        for index in sorted(range(len(items)), key=lambda index: size(items[index]), reverse=True):
+            self._todo.put(partial(self._do, lot, index, items[index], work))
+        while len(self._threads) < self._n_threads:
+            thread = threading.Thread(target=self._work, name=f"safeload_{len(self._threads)}")
+            self._threads.append(thread)
+            thread.start()
+        return lot
 
-    def finish(self, lot: Sequence[Future[R]], tell: Callable[[int], None]) -> list[R]:
+    def finish(self, lot: Lot[R], tell: Callable[[int], None]) -> list[R]:
         """Wait until a lot is done, and return its results in the order of its items.
 
         When an item fails, or the calling thread is interrupted, all work stops after the pieces that it is at.
@@ -107,32 +129,43 @@ class Crew:
         except BaseException:
             # Leaving the context waits for the threads; they end at their next piece.
             self.meter.stop()
-            self._threads.shutdown(wait=False, cancel_futures=True)
             raise
-        return [future.result() for future in lot]
+        return cast("list[R]", lot.results)
 
-    def _await(self, lot: Sequence[Future[R]], tell: Callable[[int], None]) -> None:
-        pending = set(lot)
-        while pending:
-            done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
-            error = next(filter(None, (future.exception() for future in done)), None)
-            if error is not None:
-                # What stopped this item may have happened to one of another lot, which was begun ahead.
-                raise self._error or error
-            tell(self.meter.nbytes)
+    def _await(self, lot: Lot[R], tell: Callable[[int], None]) -> None:
+        told = monotonic()
+        while lot.n_left:
+            try:
+                index, result, error = lot.ended.get(timeout=_POLL_SECONDS)
+            except Empty:
+                pass
+            else:
+                if error is not None:
+                    # What stopped this item may have happened to one of another lot, which was begun ahead.
+                    raise self._error or error
+                lot.results[index] = result
+                lot.n_left -= 1
+            if monotonic() - told >= _POLL_SECONDS or not lot.n_left:
+                told = monotonic()
+                tell(self.meter.nbytes)
 
-    def _do(self, item: T, work: Callable[[T, Meter], R]) -> R:
+    def _work(self) -> None:
+        """Take what comes next, until there is nothing for this thread any more."""
+        while (task := self._todo.get()) is not None:
+            task()
+
+    def _do(self, lot: Lot[R], index: int, item: T, work: Callable[[T, Meter], R]) -> None:
         try:
             self.meter.advance(0)
-            return work(item, self.meter)
-        except _StoppedError:
-            raise  # the cause has told of itself, below
-        except BaseException as err:
-            with self._lock:
+            result = work(item, self.meter)
+        except BaseException as err:  # noqa: BLE001 - it is raised where the lot is waited for
+            if not isinstance(err, _StoppedError):
                 self._error = self._error or err
             # Stopped here and not by the thread that waits: this one would begin its next item before that wakes.
             self.meter.stop()
-            raise
+            lot.ended.put((index, None, err))
+        else:
+            lot.ended.put((index, result, None))
 
 
 def run(

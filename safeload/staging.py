@@ -25,7 +25,6 @@ import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +38,7 @@ from safeload.files import Root, WalkedFile, hard_link, read_into
 from safeload.formats import WINDOW_BYTES
 from safeload.manifest import FileEntry, Manifest, TrustedManifest, fold_path
 from safeload.memory import Arena, ArenaPool, available_memory, collect_garbage, page_bytes
-from safeload.parallel import Crew, Meter, n_processors
+from safeload.parallel import Crew, Lot, Meter, n_processors
 from safeload.report import Progress
 
 ALIGNMENT_BYTES = 64
@@ -295,7 +294,7 @@ class _Batch:
                 else:
                     together.append(slot)
             items += [_Work(nbytes, partial(_fill, root, arena, few)) for nbytes, few in _slabs(together)]
-        self._lot: list[Future[list[Finding]]] = crew.begin(
+        self._lot: Lot[list[Finding]] = crew.begin(
             items, lambda item, meter: item.do(meter), size=lambda item: item.nbytes
         )
 
@@ -530,9 +529,9 @@ def stream(
         _require_file_set(
             root, trusted.manifest, ignore, lambda path: bool(absent and absent(path)) and path not in named
         )
-        limit, name = _memory(memory_budget)
         # Indexes are kept until the end, beside what is staged.
-        limit = max(0, limit - sum(file.nbytes for file in files if file.entry.format == "index"))
+        kept = sum(file.nbytes for file in files if file.entry.format == "index")
+        limit = max(0, _memory(memory_budget)[0] - kept)
         # Two batches shall fit, so that one is read while the other is used.
         room = max(1, min(BATCH_BYTES, limit // 2) // mmap.PAGESIZE) * mmap.PAGESIZE
         # Indexes before all: a data file of a bundle can be without tensors, and is read by one as well.
@@ -543,7 +542,7 @@ def stream(
         plans += _plan(rest, room=room, alone=room)
         for plan in plans:
             if plan.cost > limit:
-                _refuse_file(plan, limit, name)
+                _refuse_file(plan, kept, memory_budget)
         # All alike, so that each can take the place of another; but no larger than what there is.
         arena_bytes = room if len(plans) > 1 else 0
         with _Reader(
@@ -792,11 +791,19 @@ def _memory(budget: int | None) -> tuple[int, str]:
 def _require_memory(needed: int, budget: int | None) -> None:
     limit, name = _memory(budget)
     if needed > limit:
-        message = f"staging takes {needed} bytes, {name} is {limit} bytes"
-        raise StagingError(message, hint="free memory, or name the bytes to use with --memory-budget")
+        message = f"staging all files at once takes {needed} bytes, {name} is {limit} bytes"
+        raise StagingError(message, hint=_more_room(needed, budget))
 
 
-def _refuse_file(plan: _Plan, limit: int, name: str) -> NoReturn:
+def _more_room(needed: int, budget: int | None) -> str:
+    """Say what helps: only who set no budget is short of the machine's memory."""
+    return f"give --memory-budget {needed} or more" if budget is not None else f"free memory: {needed} bytes are needed"
+
+
+def _refuse_file(plan: _Plan, kept: int, budget: int | None) -> NoReturn:
+    """Refuse a file that does not fit beside the bytes of the indexes, which are kept."""
     file, _ = max(plan.slots, key=lambda slot: slot[0].nbytes)
-    message = f"staging {escape(file.entry.path)} takes {plan.cost} bytes, {name} is {limit} bytes"
-    raise StagingError(message, hint=f"free memory, or raise --memory-budget to {plan.cost} bytes at least")
+    limit, name = _memory(budget)
+    beside = f" beside {kept} bytes of indexes" if kept else ""
+    message = f"staging {escape(file.entry.path)} takes {plan.cost} bytes{beside}, {name} is {limit} bytes"
+    raise StagingError(message, hint=_more_room(plan.cost + kept, budget))

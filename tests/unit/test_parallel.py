@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -108,3 +110,38 @@ def test_an_interruption_of_the_calling_thread_stops_the_others() -> None:
     with pytest.raises(KeyboardInterrupt):
         run([1, 2], work, size=lambda item: item, threads=2, phase="test", progress=interrupt)
     assert len(pieces) < 200
+
+
+INTERRUPTED = """
+import _thread, random, threading, time
+from safeload.parallel import run
+
+def work(item, meter):
+    meter.advance(1)
+    return item
+
+random.seed(7)
+ended = {"interrupted": 0, "done": 0}
+for _ in range(150):
+    timer = threading.Timer(random.random() * 0.02, _thread.interrupt_main)
+    timer.start()
+    try:
+        run(range(2000), work, size=lambda item: 1, threads=2, phase="test", progress=None)
+        ended["done"] += 1
+        timer.cancel()
+        timer.join()
+        time.sleep(0.001)
+    except KeyboardInterrupt:
+        ended["interrupted"] += 1
+print(ended["interrupted"])
+"""
+
+
+@pytest.mark.slow
+def test_an_interruption_at_any_moment_ends_the_run() -> None:
+    """Nothing that a thread needs may stay taken: it would wait for ever, and so would who waits for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) > 20
