@@ -16,7 +16,7 @@ JOBS ?= 2
 FUZZ_SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help $(VENV) demo test lint bench bench-peers fuzz mutate clean
+.PHONY: help $(VENV) demo test lint docs bench bench-peers fuzz mutate clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[^#[:space:]].*:.*## / {sub(/\$$\(VENV\)/, "$(VENV)", $$1); printf "%-11s %s\n", $$1, $$2}' \
@@ -42,6 +42,10 @@ lint: $(STAMP) ## check style, types and who imports whom
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP) ## make docs/cli.md and docs/demo.svg anew
+	$(BIN)/python docs/make_cli.py
+	$(BIN)/python docs/make_demo.py
 
 bench: $(STAMP) ## run every benchmark; each prints one table
 	@set -e; for f in benchmarks/bench_*.py; do \

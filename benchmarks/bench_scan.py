@@ -56,22 +56,25 @@ def main() -> None:
 
 
 def make_cases(directory: Path) -> Iterator[tuple[str, Path]]:
-    """Write the files that are scanned, and yield what each case is."""
+    """Write the files that are scanned, and yield what each case is.
+
+    They end in `.pkl`: in a directory, the peers skip files whose names do not tell what they are, as Grok-1's do not.
+    """
     small = directory / "small"
     small.mkdir()
     generator = np.random.default_rng(7)
     for index in range(500):
         array = generator.standard_normal(1500).astype(np.float32)
-        (small / f"tensor{index:05d}_000").write_bytes(pickle.dumps(array, protocol=4))
+        (small / f"tensor{index:05d}.pkl").write_bytes(pickle.dumps(array, protocol=4))
     yield "500 pickles of 6 KB", small
     large = directory / "large"
     large.mkdir()
-    with (large / "tensor00000_000").open("wb") as file:
+    with (large / "tensor00000.pkl").open("wb") as file:
         write_shard(file, np.zeros(GIB, np.int8))  # without the copy in memory that a pickler makes
     yield "one pickle of 1 GiB", large
     single = directory / "single"
     single.mkdir()
-    (single / "tensor00000_000").write_bytes(pickle.dumps(np.zeros(1500, np.float32), protocol=4))
+    (single / "tensor00000.pkl").write_bytes(pickle.dumps(np.zeros(1500, np.float32), protocol=4))
     yield "one pickle of 6 KB: what starting costs", single
 
 

@@ -29,6 +29,7 @@ from safeload.formats.safetensors_writing import write_safetensors
 from safeload.records import QuantizedWeight8bit
 
 ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / ".venv-peers" / "bin"
 OURS = Path(sys.executable).parent
 
 SENTINEL = "the-payload-ran"
@@ -80,7 +81,7 @@ def main() -> None:
         "--peers", action="append", type=Path, metavar="BIN", help="where tools are (default: .venv-peers/bin)"
     )
     options = parser.parse_args()
-    found = list(tools([place.resolve() for place in options.peers or [ROOT / ".venv-peers" / "bin"]]))
+    found = list(tools([place.resolve() for place in options.peers or [PEERS]]))
     print("| file | " + " | ".join(tool.name for tool in found) + " | loading it |")
     print("|---|" + "---|" * (len(found) + 1))
     for case in cases():
@@ -155,7 +156,7 @@ with open(name, "rb") as file:
 
 def loads(path: Path) -> str:
     """Load a file as programs do, and say what came of it."""
-    python = ROOT / ".venv-peers" / "bin" / "python"
+    python = PEERS / "python"
     interpreter = str(python) if python.exists() else sys.executable
     done = subprocess.run(
         [interpreter, "-c", LOADER, path.name], cwd=path.parent, capture_output=True, timeout=300, check=False

@@ -99,7 +99,9 @@ def _section(root: Any, path: str, command: Any) -> Iterator[str]:
     yield "| | |\n|---|---|"
     yield from (f"| `{_cell(argument.metavar)}` | {_cell(argument.help)} |" for argument in arguments)
     for option in options:
-        names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+        # Short before long: click keeps those of --help in a set, whose order differs from run to run.
+        given = sorted((*option.opts, *option.secondary_opts), key=lambda name: (name.startswith("--"), name))
+        names = ", ".join(f"`{name}`" for name in given)
         value = "" if option.is_flag else f" `{_cell(option.metavar or option.display_type_rich(context).strip('<>'))}`"
         yield f"| {names}{value} | {_cell(option.help)}{_note(option)} |"
     yield "\n```sh"

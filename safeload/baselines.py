@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from safeload.digests import sha256_hex
-from safeload.errors import ConfigError, ManifestError, escape, reason
+from safeload.errors import ConfigError, Finding, ManifestError, escape, reason
 from safeload.report import Report
 from safeload.trust.strict_json import loads
 
@@ -110,6 +110,12 @@ def read_baseline(path: str | Path) -> Baseline:
     if len(known) != len(document.findings):
         raise ConfigError(f"the baseline {escape(str(path))}: expected each finding once, found one twice", hint=hint)
     return Baseline(str(path), sha256_hex(data), known)
+
+
+def without_digest(report: Report) -> tuple[Finding, ...]:
+    """Return the findings that no baseline can hold: those of no file, and of files that could not be read."""
+    unread = (f.in_file(file.path) for file in report.files if file.sha256 is None for f in file.findings)
+    return (*report.findings, *unread)
 
 
 def baseline_json(report: Report, earlier: Baseline | None = None) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
-from safeload.digests import HASH_CHUNK_BYTES, Hasher, has_blake3, new_hasher
+from safeload.digests import HASH_CHUNK_BYTES, INSTALL_BLAKE3, Hasher, has_blake3, new_hasher
 from safeload.errors import ConfigError, SafeloadError, StagingError, escape, reason
 from safeload.memory import Arena, available_memory
 from safeload.parallel import n_processors
@@ -242,7 +242,7 @@ def _sha256() -> Observation:
 
 def _blake3() -> Observation:
     if not has_blake3():
-        return Observation("blake3", "note", "not installed", "optional", "pip install 'safeload[blake3]'")
+        return Observation("blake3", "note", "not installed", "optional", INSTALL_BLAKE3)
     speed = _speed(lambda: new_hasher("blake3"))
     why = "used where a manifest has BLAKE3 digests"
     return Observation("blake3", "good", f"{_gigabytes(speed)} a thread", why, None, int(speed))

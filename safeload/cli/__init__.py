@@ -7,6 +7,7 @@ Every command imports what it needs when it runs, so that `--help` and `scan` st
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 import threading
@@ -93,6 +94,9 @@ def _options(
     version: Annotated[
         bool, typer.Option("-V", "--version", help="print the version", is_eager=True, callback=_print_version)
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="show the traceback of a crash; before any command")
+    ] = False,
 ) -> None:
     pass
 
@@ -106,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     # The audit's `--json` names a file, and stdout stays text.
-    is_json = "--json" in flags and flags[:1] != ["audit"]
-    out = Output(json=is_json, verbose="--verbose" in flags or "-v" in flags)
+    is_json = "--json" in flags and next((flag for flag in flags if flag not in _FLAGS), None) != "audit"
+    out = Output(json=is_json, verbose=not _FLAGS.isdisjoint(flags))
     try:
         with _sigterm_interrupts():
             code = _run(arguments, out)
@@ -136,7 +140,7 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 def _run(arguments: list[str], out: Output) -> int:
     try:
-        if completion.is_asked():
+        if not arguments and completion.is_asked():
             return completion.answer(app)
         # Not `app()`: that turns an interrupt into exit code 130 and a broken pipe into 1, which is a verdict here.
         command = typer.main.get_command(_narrowed(arguments))
@@ -149,10 +153,7 @@ def _run(arguments: list[str], out: Output) -> int:
     except typer.Exit as err:
         return err.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        out.note("safeload: interrupted")
-        if out.json:
-            out.object({"schema": 1, "verdict": "none", "files": [], "findings": [_INTERRUPTED]})
-        return OperationalError.exit_code
+        return _interrupted(out)
     except BrokenPipeError:
         # Typer prints its help itself; a reader that has seen enough of it is no fault.
         silence_stdout()
@@ -163,11 +164,17 @@ def _run(arguments: list[str], out: Output) -> int:
         return out.no_verdict("out-of-memory", "there is not enough memory", hint="set or lower --memory-budget")
     except Exception as err:  # noqa: BLE001 - Python's own exit code for it is 1, which would read as a verdict
         if hasattr(err, "format_message"):  # What typer raises for wrong usage; where its class lies has changed.
-            return _usage_error(out, err)
+            return _usage_error(out, err, arguments)
+        if _comes_of_interrupt(err):
+            return _interrupted(out)
         if out.verbose:
             out.note(traceback.format_exc())
         what = f"{type(err).__name__}: {escape(str(err))}" if str(err) else type(err).__name__
-        return out.no_verdict("unexpected", f"unexpected {what}; please report", hint="--verbose shows where")
+        return out.no_verdict(
+            "unexpected",
+            f"unexpected {what}; please report",
+            hint="`safeload --verbose` before the command shows where",
+        )
 
 
 def _narrowed(arguments: Sequence[str]) -> typer.Typer:
@@ -183,7 +190,27 @@ def _narrowed(arguments: Sequence[str]) -> typer.Typer:
     return narrow if narrow.registered_commands or narrow.registered_groups else app
 
 
+_FLAGS = frozenset({"-v", "--verbose"})
+"""What may stand before a command."""
+
 _INTERRUPTED = {"code": "interrupted", "message": "the run was interrupted", "offset": None, "hint": None}
+
+
+def _interrupted(out: Output) -> int:
+    out.note("safeload: interrupted")
+    if out.json:
+        out.object({"schema": 1, "verdict": "none", "files": [], "findings": [_INTERRUPTED]})
+    return OperationalError.exit_code
+
+
+def _comes_of_interrupt(err: BaseException) -> bool:
+    """Whether an interrupt is what began it: a library that is being imported may make another error of it."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = err
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(isinstance(each, KeyboardInterrupt) for each in seen)
 
 
 def _complain(out: Output, err: OperationalError) -> int:
@@ -193,18 +220,39 @@ def _complain(out: Output, err: OperationalError) -> int:
     return OperationalError.exit_code
 
 
-def _usage_error(out: Output, err: Any) -> int:
+def _usage_error(out: Output, err: Any, arguments: Sequence[str]) -> int:
     context = getattr(err, "ctx", None)
-    message = str(err.format_message())
+    message = _in_our_words(str(err.format_message()), err)
     if type(err).__name__ == "NoArgsIsHelpError":
         # A group without a command: the help is the answer. Typer has printed it, or click has made it the message.
         if message:
             out.note(message)
         return OperationalError.exit_code
-    path = "safeload" if context is None else context.command_path
+    path = _command_path(arguments) if context is None else context.command_path
     return out.no_verdict(
         "usage", escape(message[:1].lower() + message[1:].rstrip("."), limit=1000), hint=f"try `{path} --help`"
     )
+
+
+def _in_our_words(message: str, err: Any) -> str:
+    """Return the complaint of a value without pydantic's phrases, by which typer converts values."""
+    if type(err.__cause__).__name__ != "ValidationError":
+        return message
+    start, _, complaint = message.partition(": ")
+    complaint = complaint.removeprefix("Value error, ").split(", unable to parse", 1)[0]
+    return f"{start}: {re.sub('^Input should be ', 'expected ', complaint)}"
+
+
+def _command_path(arguments: Sequence[str]) -> str:
+    """Return `safeload` and the command that the arguments begin with, as far as there is such a command."""
+    path, command = ["safeload"], typer.main.get_command(app)
+    for name in (argument for argument in arguments if argument not in _FLAGS):
+        child = getattr(command, "commands", {}).get(name)
+        if child is None:
+            break
+        path.append(name)
+        command = child
+    return " ".join(path)
 
 
 def _code(err: OperationalError) -> str:

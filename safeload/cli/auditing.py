@@ -100,7 +100,7 @@ def audit(
     _require_writable({kind: path for kind, path in outputs.items() if path is not None}, directories, keep)
 
     from safeload import auditing
-    from safeload.baselines import baseline_json, read_baseline
+    from safeload.baselines import baseline_json, read_baseline, without_digest
     from safeload.files import lies_in, publish
 
     with ExitStack() as stack:
@@ -131,6 +131,9 @@ def audit(
     if write_baseline is not None:
         earlier = None if baseline is None else read_baseline(baseline)
         documents[write_baseline] = baseline_json(found.report, earlier)
+        for finding in without_digest(found.report):
+            place = "" if finding.file is None else f" in {shown(finding.file)}"
+            out.note(f"safeload: note: {finding.code}{place} has no digest, so no baseline can hold it")
     for path, document in documents.items():
         publish(path, document.encode())
         if any(lies_in(path, directory) for directory in directories):
@@ -262,7 +265,8 @@ def _audit_lines(report: Report, reasons: Mapping[tuple[str, str], str]) -> Iter
         yield f"known     {code} in {shown(path)}: {printable(why)}"
     baseline = facts["baseline"]
     if baseline is not None and baseline["stale"]:
-        yield f"stale     {text.count(len(baseline['stale']), 'finding')} of the baseline that nothing has any more"
+        count = text.count(len(baseline["stale"]), "finding")
+        yield f"stale     {count} of the baseline that nothing has any more, under the paths that were typed"
     cache = facts["cache"]
     if cache is not None:
         damaged = f", {cache['damaged_parts']} part(s) not authentic and not used" if cache["damaged_parts"] else ""
@@ -280,9 +284,16 @@ def _last_line(report: Report, *, has_passed: bool) -> str:
         return (
             f"passed: nothing new; {text.count(len(facts['known']), 'known finding')}, still refused by load and verify"
         )
-    codes = sorted({finding.code for finding in report.all_findings})
+    from safeload.rendering.rules import is_known, known_reasons
+
+    reasons = known_reasons(report)
+    new = [finding for finding in report.all_findings if not is_known(finding, reasons)]
+    n_known = len(report.all_findings) - len(new)
+    codes = sorted({finding.code for finding in new or report.all_findings})
     more = ", ..." if len(codes) > _MAX_CODES else ""
-    return f"rejected: {text.count(len(report.all_findings), 'finding')}: {', '.join(codes[:_MAX_CODES])}{more}"
+    known = f"; {n_known} known" if n_known else ""
+    noun = "new finding" if n_known else "finding"
+    return f"rejected: {text.count(len(new), noun)}: {', '.join(codes[:_MAX_CODES])}{more}{known}"
 
 
 _MAX_CODES = 3

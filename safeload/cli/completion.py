@@ -11,7 +11,8 @@ import typer.main
 from safeload.cli.output import Output
 
 _VARIABLE = "_SAFELOAD_COMPLETE"
-"""What the script sets when it asks: typer's name for it. It makes a run that prints words and does nothing else."""
+"""What the script sets when it asks: typer's name for it. It calls the command without any argument, so that a variable
+which somebody left there cannot make a run of `verify` end with 0."""
 
 
 def completion(
@@ -28,7 +29,7 @@ def completion(
 
 
 def is_asked() -> bool:
-    """Return whether a shell is asking for words, in place of somebody for a run."""
+    """Return whether a shell may be asking for words; only a run without arguments can be one that answers."""
     return _VARIABLE in os.environ
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from safeload.cli import options
 from safeload.cli.keys import claimed, require_absent
 from safeload.cli.output import Output
-from safeload.errors import ConfigError
+from safeload.errors import ConfigError, Finding, PolicyError, escape
 from safeload.rendering import text
 from safeload.rendering.text import shown
 from safeload.report import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from safeload.mapping_rules import MappingRules
+    from safeload.remapping import MappingReport
 
 
 def fingerprint(
@@ -75,6 +79,7 @@ def fingerprint(
         )
     parameters = {file.path: file.parameter for file in trusted.manifest.files if file.parameter is not None}
     tree, report = remap_and_report(loaded, rules, parameters=parameters)
+    _require_fitting(rules, report)
     if expected is not None:
         fingerprinting.check_fingerprint(tree, expected)
     # What compared equal need not be hashed again to be shown.
@@ -112,3 +117,15 @@ def fingerprint(
     verb = "written down" if expected is None else "compared, all equal"
     out.line(f"{text.count(len(made.tensors), 'tensor')} {verb}")
     return out.verdict("accepted")
+
+
+def _require_fitting(rules: MappingRules, report: MappingReport) -> None:
+    """Refuse rules that know none of the names: what they would write down is no model's, under names that are none."""
+    n_unused = sum(unused.startswith("rename ") for unused in report.unused)
+    if rules.rename and n_unused == len(rules.rename):
+        finding = Finding(
+            "rules-do-not-fit",
+            f"expected names that mapping {escape(rules.name)} renames, found none in {len(report.tensors)} tensors",
+            hint="give the --map of the software that wrote the checkpoint",
+        )
+        raise PolicyError(finding)

@@ -249,3 +249,15 @@ def test_an_audit_without_numbers_loads_nothing_heavy(checkpoint: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_what_a_baseline_cannot_hold_is_said_and_only_the_new_is_counted(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    (checkpoint / "bad").write_bytes(HOSTILE)
+    (checkpoint / "link").symlink_to("bad")
+    baseline = tmp_path / "baseline.json"
+    first = run(checkpoint, "--write-baseline", baseline)
+    assert f"symlink in {checkpoint}/link has no digest, so no baseline can hold it" in first.stderr
+    second = run(checkpoint, "--baseline", baseline)
+    assert (second.code, second.last) == (1, "rejected: 1 new finding: symlink; 1 known")

@@ -4,9 +4,9 @@ A page is told in the order of its blocks, in a folder of its own that is empty 
 shown to print has to be what it prints, but for digests and times.
 """
 
-import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from safeload.errors import SafeloadError
-from safeload.rendering import rules
 from tests.readme_blocks import ROOT, all_blocks, commands, run, shape
 
 DOCS = ROOT / "docs"
@@ -240,12 +238,48 @@ def test_every_test_that_the_threat_model_names_exists() -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_what_these_pages_are_held_against_is_there() -> None:
-    assert issubclass(SafeloadError, Exception)
-    assert rules.Rule.__doc__
+def table(page: str, below: str) -> dict[str, list[str]]:
+    """Return the cells of the first table below some text, by the first cell of each row."""
+    lines = page[page.index(below) :].partition("\n|")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (.*) \|$", lines, re.MULTILINE)
+    return {cells[0]: cells[1:] for cells in (row.split(" | ") for row in rows)}
+
+
+def test_what_the_comparison_says_of_our_scan_is_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import compare_verdicts
+    from safeload import cli
+
+    shown = table(page_text(DOCS / "comparison.md"), "compare_verdicts")
+    for number, case in enumerate(compare_verdicts.cases()):
+        path = tmp_path / str(number) / case.folder / case.name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(case.data)
+        code = cli.main(["scan", str(path.parent if case.folder else path)])
+        assert shown[case.what][0] == {0: "passed", 1: "refused"}[code], case.what
+        assert (code == 0) is case.is_good, case.what
+    capsys.readouterr()
+    assert len(shown) == number + 1
+
+
+def test_what_the_comparison_says_of_damage_is_so(tmp_path: Path) -> None:
+    from benchmarks import compare_damage
+
+    shown = table(page_text(DOCS / "comparison.md"), "compare_damage")
+    assert list(shown) == list(compare_damage.DAMAGES)
+    compare_damage.make(tmp_path / "origin")
+    for number, (what, damage) in enumerate(compare_damage.DAMAGES.items()):
+        shutil.copytree(tmp_path / "origin", tmp_path / str(number))
+        damage(tmp_path / str(number) / "checkpoint")
+        assert shown[what][0] == compare_damage.by_safeload(tmp_path / str(number)), what
+
+
+def test_all_pages_are_there() -> None:
     assert {page.name for page in PAGES} >= {
         *("cli.md", "comparison.md", "glossary.md", "spec.md", "threat-model.md"),
         *("tutorial-auditor.md", "tutorial-gatekeeper.md", "tutorial-inference.md"),
     }
-    assert os.access(DOCS / "make_cli.py", os.R_OK)
-    assert subprocess.run([sys.executable, DOCS / "make_cli.py", "--check"], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_script_of_the_command_s_page_says_whether_it_is_current() -> None:
+    command = [sys.executable, str(DOCS / "make_cli.py"), "--check"]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0

@@ -369,3 +369,10 @@ def test_the_command_needs_to_know_what_to_do(
 ) -> None:
     assert run(capsys, *more)[0] == 2
     assert not (folder / "x").exists()
+
+
+def test_rules_that_know_none_of_the_names_write_nothing_down(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--map", "gpt2-tensorflow", "-o", "gpt2.fp")
+    assert (code, out.splitlines()[-1]) == (1, "rejected: rules-do-not-fit")
+    assert "found none in" in err
+    assert not (folder / "gpt2.fp").exists()

@@ -140,8 +140,6 @@ print(ended["interrupted"])
 @pytest.mark.slow
 def test_an_interruption_at_any_moment_ends_the_run() -> None:
     """Nothing that a thread needs may stay taken: it would wait for ever, and so would who waits for it."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout) > 20
