@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-from types import FrameType
+
+TYPE_CHECKING = False  # As in `safeload`: whatever is imported here is time in which Ctrl-C shows a traceback.
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+    from types import FrameType
 
 _INTERRUPTED_JSON = (
     b'{"schema": 1, "verdict": "none", "files": [], "findings": [{"code": "interrupted", '
@@ -15,6 +18,9 @@ _INTERRUPTED_JSON = (
 """What `cli` prints of an interruption; spelled out, as importing what would make it is what is interrupted here."""
 
 _NO_VERDICT = 2
+
+_AGAIN_SECONDS = 0.01
+"""Until a lost interrupt is repeated: a callback is over by then."""
 
 
 def main() -> None:
@@ -26,6 +32,7 @@ def main() -> None:
 
     from safeload import cli
 
+    sys.unraisablehook = _interrupt_again
     try:
         for number in numbers:
             signal.signal(number, signal.default_int_handler)
@@ -46,10 +53,19 @@ def _leave(_number: int, _frame: FrameType | None) -> None:
     A KeyboardInterrupt could be caught by what is being imported, or be lost in a callback of the import machinery.
     """
     if _wants_json(sys.argv[1:]):
-        with contextlib.suppress(OSError):
-            os.write(1, _INTERRUPTED_JSON)
+        _write(1, _INTERRUPTED_JSON)
     _say_interrupted()
     os._exit(_NO_VERDICT)
+
+
+def _interrupt_again(lost: UnraisableHookArgs) -> None:
+    """Repeat an interrupt that came within a callback, such as one of the import machinery: Python drops it there."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    import threading
+
+    threading.Timer(_AGAIN_SECONDS, signal.raise_signal, [signal.SIGINT]).start()
 
 
 def _wants_json(arguments: list[str]) -> bool:
@@ -59,8 +75,14 @@ def _wants_json(arguments: list[str]) -> bool:
 
 
 def _say_interrupted() -> None:
-    with contextlib.suppress(OSError):
-        os.write(2, b"safeload: interrupted\n")
+    _write(2, b"safeload: interrupted\n")
+
+
+def _write(fd: int, data: bytes) -> None:
+    try:  # noqa: SIM105 - `contextlib` takes a quarter of what there is to import here
+        os.write(fd, data)
+    except OSError:
+        pass  # Closed, or nobody reads: the exit code is left.
 
 
 if __name__ == "__main__":

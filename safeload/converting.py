@@ -191,6 +191,7 @@ def convert(
     if shard_bytes < 1:
         raise ConfigError(f"shard_bytes: expected at least 1, found {shard_bytes}")
     target = Path(target)
+    _require_new(target)
     new_manifest = target / MANIFEST_NAME if output is None else Path(output)
     require_policy_outside(policy, source)
     require_outside("new directory", target, source)
@@ -238,6 +239,19 @@ def convert(
         tuple(file.path for file in made.files),
         (*plan.dropped, *left_out),
     )
+
+
+def _require_new(target: Path) -> None:
+    """Refuse to go into a directory that holds something: neither of the two verbs replaces what is there."""
+    try:
+        is_taken = target.is_dir() and any(target.iterdir())
+    except (OSError, ValueError):
+        return  # Whoever makes the directory says why it cannot be looked at.
+    if is_taken:
+        raise ConfigError(
+            f"the directory {escape(str(target))} is there, and is not empty",
+            hint="name another, or move it away: what is there is not replaced",
+        )
 
 
 def _is_inside(new_manifest: Path, target: Path, plan: _Plan) -> bool:
@@ -294,6 +308,7 @@ def copy_verified(
         StagingError: There is no room in memory or on disk, or a file cannot be read or written.
     """
     target = Path(target)
+    _require_new(target)
     require_policy_outside(policy, source)
     require_outside("new directory", target, source)
     rules = load_policy(policy)

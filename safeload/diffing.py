@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safeload.errors import ConfigError, PolicyError, escape
+from safeload.errors import ConfigError, PolicyError, VerificationError, escape
 from safeload.naming import NamedFile, name_tensors
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import Progress
 from safeload.scanning import scan
 from safeload.tensors import DType
+from safeload.trust.oms import is_bundle
 from safeload.trust.store import Trust, load_trust
 from safeload.verifying import read_manifest, verify_manifest
 
@@ -100,7 +101,7 @@ def diff(
     Raises:
         PolicyError: A directory holds what the policy does not allow; every finding is in it.
         VerificationError: A manifest is not signed by a trusted key.
-        ConfigError: A path is neither, a manifest is given without keys, or names are ambiguous.
+        ConfigError: A path is neither, a manifest is given without keys, a bundle in its place, or names are ambiguous.
         StagingError: A directory could not be read.
     """
     rules = load_policy(policy)
@@ -154,11 +155,21 @@ def _of_directory(directory: Path, rules: Policy, progress: Progress | None) -> 
 
 
 def _of_manifest(manifest: Path, trust: Trust | None) -> _Rows:
+    envelope, source = read_manifest(manifest)
+    if is_bundle(envelope):
+        raise ConfigError(
+            f"{escape(source)} is a bundle, which lists no tensors: there is nothing to compare by it",
+            hint="name the directory that it is for",
+        )
     if trust is None:
         message = f"{escape(str(manifest))} is no directory, and a manifest is compared only if a trusted key signed it"
         raise ConfigError(message, hint="name a directory, or the key of who signed the manifest: --trust KEY.pub")
-    envelope, _ = read_manifest(manifest)
-    for entry in verify_manifest(envelope, load_trust(trust)).manifest.files:
+    try:
+        trusted = verify_manifest(envelope, load_trust(trust))
+    except VerificationError as err:
+        # Which of the two sides it is, nothing else says.
+        raise type(err)(*(finding.in_file(source) for finding in err.findings)) from err
+    for entry in trusted.manifest.files:
         found = {t.name: ComparedTensor(t.dtype, t.shape, t.sha256) for t in entry.tensors}
         yield NamedFile(entry.path, entry.parameter, tuple(t.name for t in entry.tensors)), found
 

@@ -30,6 +30,9 @@ Algorithm: TypeAlias = Literal["sha256", "blake3"]
 """A digest that a manifest can hold of a file; both are 32 bytes long."""
 
 
+INSTALL_BLAKE3 = "install safeload with its extra `blake3`: pip install '.[blake3]' in its repository"
+
+
 class Crc32:
     """The CRC-32 of zip archives (APPNOTE 4.4.7), which proves nothing against anybody and tells of accidents."""
 
@@ -89,5 +92,5 @@ def new_blake3() -> Hasher:
     try:
         from blake3 import blake3
     except ImportError as err:
-        raise ConfigError("the package blake3 is not installed", hint="pip install 'safeload[blake3]'") from err
+        raise ConfigError("the package blake3 is not installed", hint=INSTALL_BLAKE3) from err
     return cast("Hasher", blake3())

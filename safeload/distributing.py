@@ -24,9 +24,10 @@ from safeload.agreeing import Agreement
 from safeload.assembling import GlobalArray, Shardings
 from safeload.canonical import numpy_dtype
 from safeload.decoding import HostTensor, PartialTensor, decode, tensor_path
+from safeload.digests import CHUNK_BYTES
 from safeload.errors import ConfigError, Finding, PolicyError, ShardingError, StagingError, escape
 from safeload.formats.tensorflow import index_file_of
-from safeload.manifest import FileEntry, ManifestTensor, TrustedManifest
+from safeload.manifest import FileEntry, TrustedManifest
 from safeload.memory import available_memory, collect_garbage
 from safeload.placing import (
     Block,
@@ -34,6 +35,7 @@ from safeload.placing import (
     Join,
     block_shape,
     byte_ranges,
+    copied_bytes,
     framing,
     is_contiguous,
     merged,
@@ -41,6 +43,8 @@ from safeload.placing import (
     n_elements,
     overlap,
     preferred,
+    spec_of,
+    staged_bytes,
     widened,
 )
 from safeload.policy import Policy
@@ -48,10 +52,7 @@ from safeload.report import Progress
 from safeload.scanning import admit
 from safeload.staging import StagedCheckpoint
 from safeload.tally import Tally
-from safeload.tensors import TENSOR_FORMATS, DType, Extent, TensorSpec
-
-_SLACK_BYTES: Final = 3 * 4096
-"""What a file can take in memory beyond its bytes: it is aligned, and ends with its page."""
+from safeload.tensors import TENSOR_FORMATS, DType, TensorSpec
 
 _RESERVED_SHARE: Final = 4
 """One part in so many of a budget is for pieces of tensors that wait on the host for their other pieces."""
@@ -95,6 +96,34 @@ class _Whole:
     def key(self, name: str, offset: int) -> _Key:
         """Return what a tensor goes by: blocks of one tensor may lie at different offsets."""
         return name, 0 if self.is_joined else offset
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A block of a tensor that a device of this process needs, as far as one file has it.
+
+    Attributes:
+        key: The tensor.
+        block: The block, in the whole tensor.
+        spec: What the file holds of the tensor.
+        own: What of the block is in the file, in indices of the file's own part.
+        ranges: The bytes of the file that this lies in.
+    """
+
+    key: _Key
+    block: Block
+    spec: TensorSpec
+    own: Block
+    ranges: tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What has to be in memory at once of a file: bytes, and the shard that takes them; None for no single one."""
+
+    path: str
+    nbytes: int
+    shard: _Shard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +173,8 @@ def distribute(
     Raises:
         RejectedError: As `staging.stream` and `scanning.admit`; or, as a PolicyError, the blocks of a join are not
             there, or do not fit together.
-        StagingError: The memory is not enough for a shard of a tensor, or a file could not be read.
+        StagingError: The memory is not enough for the signed chunks that cover a shard of a tensor, or a file could
+            not be read.
         ShardingError: A tensor does not fit its sharding.
         ConfigError: The joins contradict each other.
     """
@@ -218,7 +248,8 @@ class _Plan:
         self.wanted: dict[str, tuple[range, ...] | None] = dict(self._find_wanted())
         # The data of a bundle are read by its index, in each pass.
         self._index_of = dict(self._find_indexes())
-        index_bytes = sum(self._entries[index].size for index in set(self._index_of.values()))
+        # Of every kind: `staging.stream` keeps each index that it is asked for beside what it stages.
+        index_bytes = sum(entry.size for entry in self._entries.values() if entry.format == "index")
         self.copies = max((self._copy_bytes(whole) for whole in self.wholes), default=0)
         self._beside = self.copies + index_bytes
 
@@ -280,69 +311,92 @@ class _Plan:
                 large.append(path)
             else:
                 together[path] = ranges
+        self._require_room(large, room, 0)
         if together:
             yield _Round(together, {})
         for group, reserve in _grouped(waiting, max(1, room // _RESERVED_SHARE)):
             paths = (source.entry.path for whole in group for source in whole.sources)
             files = [path for path in paths if path in self.wanted]
             fitting = [path for path in files if self._needed_bytes(path, self.wanted[path]) <= room - reserve]
+            others = [path for path in files if path not in fitting]
+            self._require_room(others, room - reserve, reserve)
             if fitting:
                 yield _Round({path: self.wanted[path] for path in fitting}, {}, reserve)
-            for path in files:
-                if path not in fitting:
-                    yield from self._split(path, room - reserve, reserve)
+            for path in others:
+                yield from self._split(path, room - reserve, reserve)
         for path in large:
             yield from self._split(path, room, 0)
 
+    def _require_room(self, paths: Sequence[str], room: int, reserve: int) -> None:
+        """Refuse files that do not fit shard by shard either; what is said is enough for all of them."""
+        needs = [need for path in paths for need in self._least(path)]
+        most = max(needs, key=lambda need: need.nbytes, default=None)
+        if most is None or most.nbytes <= room:
+            return
+        entry = self._entries[most.path]
+        there = f"at once, and there are {max(0, room):,} for it"
+        hint = f"give a memory budget of {most.nbytes + reserve + self._beside:,} bytes"
+        if most.shard is None:
+            if entry.tensors and entry.chunks is None and entry.size > CHUNK_BYTES:
+                hint += "; or have it signed with digests of its chunks"
+            raise StagingError(f"{escape(most.path)} takes {most.nbytes:,} bytes {there}", hint=hint)
+        shard = most.shard
+        if shard.spec.strides is None and not is_contiguous(shard.spec, shard.own):
+            other = "an earlier" if shard.spec.order == "C" else "a later"
+            hint += f"; or cut it along {other} dimension alone, as this part is spread over the chunks of others"
+        raise StagingError(
+            f"{escape(tensor_path(most.path, shard.key[0]))}: the signed chunks that cover a shard of shape "
+            f"{block_shape(shard.block)} take {most.nbytes:,} bytes {there}",
+            hint=hint,
+        )
+
+    def _least(self, path: str) -> Iterator[_Need]:
+        """Yield what of a file has to be in memory at once, however small the passes over it are."""
+        if path not in self._sources:
+            yield _Need(path, self._needed_bytes(path, None))
+            return
+        whole, source = self._sources[path]
+        if source.entry.chunks is None or not whole.is_told:
+            yield _Need(path, self._needed_bytes(path, self.wanted[path]))
+            return
+        frame = framing(map(spec_of, source.entry.tensors), source.entry.size)
+        yield _Need(path, self._needed_bytes(path, frame))
+        for shard in self._shards(whole, source):
+            yield _Need(path, self._needed_bytes(path, (*frame, *shard.ranges)), shard)
+
     def _split(self, path: str, room: int, reserve: int) -> Iterator[_Round]:
-        """Yield passes over one file that does not fit, each for some shards of its tensors."""
-        whole, source = self._source(path)
-        entry = source.entry
-        needed = self._needed_bytes(path, self.wanted[path])
-        if entry.chunks is None or not whole.is_told:
-            raise StagingError(
-                f"{escape(path)} takes {needed:,} bytes at once, and there are {max(0, room):,} for it",
-                hint=f"give a memory budget of {needed + reserve + self._beside:,} bytes"
-                + ("" if entry.chunks is not None else "; or have it signed with digests of its chunks"),
-            )
-        frame = framing(map(_spec_of, entry.tensors), entry.size)
+        """Yield passes over one file that fits shard by shard, each for some shards of its tensors."""
+        whole, source = self._sources[path]
+        frame = framing(map(spec_of, source.entry.tensors), source.entry.size)
         some: dict[_Key, list[Block]] = {}
         ranges: tuple[range, ...] = frame
-        for key, block, own in self._shards(whole, source):
-            more = merged((*ranges, *own))
-            if self._needed_bytes(path, more) > room and some:
+        for shard in self._shards(whole, source):
+            more = merged((*ranges, *shard.ranges))
+            if self._needed_bytes(path, more) > room:
                 yield _Round({path: ranges}, {path: some}, reserve)
-                some, more = {}, merged((*frame, *own))
-            if (least := self._needed_bytes(path, more)) > room:
-                raise StagingError(
-                    f"{escape(tensor_path(path, key[0]))}: a shard of shape {block_shape(block)} takes {least:,} bytes "
-                    f"at once, and there are {max(0, room):,} for it",
-                    hint=f"give a memory budget of {least + reserve + self._beside:,} bytes, or more devices a share",
-                )
-            some.setdefault(key, []).append(block)
+                some, more = {}, merged((*frame, *shard.ranges))
+            some.setdefault(shard.key, []).append(shard.block)
             ranges = more
         yield _Round({path: ranges}, {path: some}, reserve)
 
-    def _shards(self, whole: _Whole, source: _Source) -> Iterator[tuple[_Key, Block, tuple[range, ...]]]:
+    def _shards(self, whole: _Whole, source: _Source) -> Iterator[_Shard]:
         """Yield each block that is needed of a file's tensors, with the bytes that it lies in."""
         for tensor in source.entry.tensors:
-            spec = _spec_of(tensor)
+            spec = spec_of(tensor)
             key = whole.key(tensor.name, tensor.offset)
             origin = source.origin(spec.shape)
             region = tuple(range(at, at + n) for at, n in zip(origin, spec.shape, strict=True))
             for block in whole.arrays[key].needed:
                 common = overlap(block, region)
                 if common is not None:
-                    yield key, block, byte_ranges(spec, moved(common, origin))
+                    own = moved(common, origin)
+                    yield _Shard(key, block, spec, own, byte_ranges(spec, own))
                 elif not n_elements(block):
-                    yield key, block, ()
+                    yield _Shard(key, block, spec, moved(block, origin), ())
 
     def _needed_bytes(self, path: str, ranges: tuple[range, ...] | None) -> int:
         entry = self._entries[path]
-        if ranges is None:
-            return entry.size + _SLACK_BYTES
-        parts = len(ranges) * _SLACK_BYTES
-        return widened(ranges, entry.size, has_chunks=entry.chunks is not None) + parts
+        return staged_bytes(ranges, entry.size, has_chunks=entry.chunks is not None)
 
     def _copy_bytes(self, whole: _Whole) -> int:
         """Return the most that a shard takes on the host beside its staged bytes, on its way to a device."""
@@ -353,15 +407,13 @@ class _Plan:
                 if array is None or array.is_on_host:
                     # What is copied there is the array.
                     continue
-                spec = _spec_of(tensor)
+                spec = spec_of(tensor)
                 origin = source.origin(spec.shape)
                 region = tuple(range(at, at + n) for at, n in zip(origin, spec.shape, strict=True))
-                is_native = spec.is_canonical and array.dtype.name == spec.dtype.name
                 for block in array.needed:
                     # One that takes pieces of several files is in `_pending_bytes`.
-                    is_here = overlap(block, region) == block
-                    if is_here and not (is_native and is_contiguous(spec, moved(block, origin))):
-                        most = max(most, n_elements(block) * array.dtype.itemsize)
+                    if overlap(block, region) == block:
+                        most = max(most, copied_bytes(spec, moved(block, origin), DType(array.dtype.name)))
         return most
 
     # ---------------------------------------------------------------- the plan itself
@@ -412,7 +464,7 @@ class _Plan:
                     raise ShardingError(f"{escape(whole.path)}: expected one tensor to be called {name!r}, found two")
                 continue
             shape = tensor.shape if join is None else join.shape(tensor.shape)
-            whole.arrays[key] = self._array(whole, tensor.name, _spec_of(tensor).dtype, shape, found[0])
+            whole.arrays[key] = self._array(whole, tensor.name, spec_of(tensor).dtype, shape, found[0])
 
     def _array(self, whole: _Whole, name: str, stored: DType, shape: tuple[int, ...], place: Shardings) -> GlobalArray:
         path = tensor_path(whole.label, name)
@@ -434,8 +486,8 @@ class _Plan:
             shards = list(self._shards(whole, source))
             if not shards and source is not whole.sources[0]:
                 continue
-            frame = framing(map(_spec_of, entry.tensors), entry.size)
-            ranges = merged((*frame, *(part for *_, own in shards for part in own)))
+            frame = framing(map(spec_of, entry.tensors), entry.size)
+            ranges = merged((*frame, *(part for shard in shards for part in shard.ranges)))
             is_whole = widened(ranges, entry.size, has_chunks=True) == entry.size
             yield path, None if is_whole else ranges
 
@@ -446,15 +498,6 @@ class _Plan:
             index = name and str(PurePosixPath(path).with_name(name))
             if index and index in self._entries:
                 yield path, index
-
-    def _source(self, path: str) -> tuple[_Whole, _Source]:
-        if path not in self._sources:
-            size = self._entries[path].size
-            raise StagingError(
-                f"{escape(path)} takes {size:,} bytes at once, which is more than the memory budget",
-                hint=f"give a memory budget of {size + _SLACK_BYTES:,} bytes or more",
-            )
-        return self._sources[path]
 
     # ---------------------------------------------------------------- the load
 
@@ -623,10 +666,3 @@ def _result_bytes(whole: _Whole) -> int:
         if array.is_on_host
         for block in array.needed
     )
-
-
-def _spec_of(tensor: ManifestTensor) -> TensorSpec:
-    """Return a row of the manifest as a row of the table; of inline bytes it is not known what they are."""
-    dtype = DType(tensor.dtype, big_endian=tensor.byteorder == "big")
-    extent = Extent(tensor.offset, tensor.nbytes, b"" if tensor.inline else None)
-    return TensorSpec(tensor.name, dtype, tensor.shape, tensor.order, extent, strides=tensor.strides)

@@ -17,6 +17,7 @@ from safeload.formats.detection import HEAD_BYTES, detect
 from safeload.formats.pickles import parse_pickle
 from safeload.formats.pickles.tracing import Step, TracingMachine, TracingTorchMachine
 from safeload.formats.pytorch import is_legacy, parse_pytorch, parse_pytorch_legacy, pickle_of
+from safeload.formats.zips import read_zip
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport
 from safeload.scanning import scan
@@ -29,6 +30,9 @@ MAX_STEPS = 10_000
 
 MAX_PROGRAM_NODES = 100_000
 """Parts of a program that are written out; a tuple that holds itself twice, twenty times over, has a million."""
+
+MAX_LISTED_PICKLES = 8
+"""Pickles of an archive that are named; TorchScript writes two or three."""
 
 MAX_DECOMPILED_LINES = 40
 """Lines of the decompiled program that are kept: enough to see what it is after."""
@@ -88,8 +92,7 @@ def explain(path: str | Path, *, policy: str | Path | Policy = DEFAULT_POLICY) -
             with suppress(RejectedError):
                 pickle = MemorySource(pickle_of(stream, rules))
             if pickle is stream:
-                why = "it is a zip archive, and no pickle was found in it"
-                return Explanation(report, (), 0, why, has_program=False)
+                return Explanation(report, (), 0, _no_one_pickle(stream, rules), has_program=False)
         elif kind is not None and kind.name != "pickle":
             return Explanation(report, (), 0, f"it is {kind.noun}, and no pickle", has_program=False)
         elif is_legacy(head):
@@ -102,6 +105,22 @@ def explain(path: str | Path, *, policy: str | Path | Policy = DEFAULT_POLICY) -
         else:
             program, has_program = _decompile(pickle)
     return Explanation(report, tuple(steps), n_steps, program, has_program)
+
+
+def _no_one_pickle(source: Source, policy: Policy) -> str:
+    """Say why the pickle of an archive is not shown: it has none, or is not the archive that `torch.save` writes."""
+    try:
+        names = [entry.name for entry in read_zip(source, policy).entries]
+    except RejectedError:
+        return "it is a zip archive whose members cannot be told for sure, so neither can its pickle"
+    pickles = [name for name in names if name.endswith(".pkl")]
+    if not pickles:
+        return "it is a zip archive, and no pickle was found in it"
+    listed = ", ".join(escape(name, limit=80) for name in pickles[:MAX_LISTED_PICKLES])
+    more = f" and {len(pickles) - MAX_LISTED_PICKLES} more" if len(pickles) > MAX_LISTED_PICKLES else ""
+    has_code = any("/code/" in name or name.endswith("/constants.pkl") for name in names)
+    what = "a TorchScript archive" if has_code else "a zip archive, and not one that torch.save writes"
+    return f"it is {what}, whose pickles are looked at by nothing here: {listed}{more}"
 
 
 def _without_this_hint(finding: Finding) -> Finding:

@@ -125,7 +125,8 @@ class Root:
         try:
             self._fd = os.open(self.directory, _DIRECTORY_FLAGS)
         except (OSError, ValueError) as err:
-            raise StagingError(f"cannot open the directory {escape(str(self.directory))}: {reason(err)}") from err
+            message = f"cannot open the directory {escape(str(self.directory))}: {reason(err)}"
+            raise StagingError(message, hint="check the path") from err
         return self
 
     def __exit__(self, *_: object) -> None:

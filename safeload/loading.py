@@ -5,7 +5,7 @@ Each step takes the proof that the step before made, so there is no way to skip 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -35,12 +35,13 @@ from safeload.memory import available_memory, track
 from safeload.placing import Casts, Join
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import Progress, Report
-from safeload.scanning import admit, policy_facts, require_policy_outside, verify_files
+from safeload.scanning import admit, naming_swaps, policy_facts, require_policy_outside, verify_files
 from safeload.sizes import parse_size
 from safeload.staging import stage
 from safeload.tally import LoadReport, Tally
+from safeload.trust.keys import PublicKey
 from safeload.trust.oms import is_bundle
-from safeload.trust.store import Trust
+from safeload.trust.store import SigstoreIdentity, Trust, TrustStore
 from safeload.verifying import manifest_in, parse_pin, read_manifest
 
 
@@ -74,8 +75,11 @@ def load(
             of `jax.sharding.Sharding` that is a prefix of the result, or a function of a tensor's path and shape, such
             as `safeload.assembling.partition_rules` makes.
         memory_budget: Most bytes to stage in ("8GiB", or a number), copies on the host included; None for what the
-            machine has available. With shardings, a checkpoint of any size goes through it, as long as a shard of a
-            tensor fits. The arrays themselves count only where they are numpy's.
+            machine has available. Without shardings, all files have to fit. With them, a checkpoint of any size goes
+            through it, as long as the signed chunks (16 MiB each) fit that cover one device's part of a tensor: few for
+            rows, but all of the tensor's for a column cut, whose parts lie in every chunk. A file without digests of
+            chunks has to fit whole. `safeload plan` says how much that is. The arrays themselves count only where they
+            are numpy's.
         cast: Floating-point dtypes by regular expressions on a tensor's path, the first that is found in it; nothing
             else is cast.
         joins: Which files are blocks of one tensor, that several hosts wrote; see `safeload.placing.join_blocks`.
@@ -346,6 +350,7 @@ def hold(
     directory: str | Path, *, manifest: str | Path | bytes, trust: Trust, **expected: Unpack[Expectations]
 ) -> Held:
     """Verify a manifest and hold it against what is expected of it; the first half of `load_host`."""
+    _require_trust(trust)
     require_trust_outside(trust, directory)
     envelope, source = read_manifest(manifest)
     if is_bundle(envelope):
@@ -422,7 +427,20 @@ def _require_room_to_cast(trusted: TrustedManifest, casts: Casts | None, memory_
 
 
 def _bytes(memory_budget: int | str | None) -> int | None:
-    return parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
+    # A number as well, so that -1 and 0 are told for what they are rather than as too little memory.
+    return None if memory_budget is None else parse_size(memory_budget)
+
+
+def _require_trust(trust: object) -> None:
+    """Refuse what names nobody before it is looked into: such as None, for a setting that is not there."""
+    kinds = (str, Path, PublicKey, TrustStore, SigstoreIdentity)
+    items = trust if isinstance(trust, Collection) and not isinstance(trust, kinds) else (trust,)
+    for item in items:
+        if not isinstance(item, kinds):
+            raise ConfigError(
+                f"trust: expected a public key, a trust store or a path of one, found {escape(type(item).__name__)}",
+                hint="name whom you trust, such as trust='publisher.key.pub'",
+            )
 
 
 @contextmanager
@@ -496,6 +514,7 @@ def _check(
     expected: Expectations,
 ) -> tuple[Report, type[RejectedError] | None]:
     """Return the report, and the class of error that its findings make, None where it is accepted."""
+    _require_trust(trust)
     require_trust_outside(trust, directory)
     require_policy_outside(policy, directory)
     rules = load_policy(policy)
@@ -513,6 +532,7 @@ def _check(
     found = verify_files(directory, trusted, policy=rules, ignore=itself, progress=progress)
     hint = mixture_hint(found.all_findings, trusted)
     files = tuple(replace(file, findings=hinted(file.findings, hint)) for file in found.files)
+    files = naming_swaps(replace(found, files=files), trusted).files  # which says more than that they are mixed
     lacking = expectation.lacking(trusted)
     error = _error_class(found) or (PolicyError if lacking else None)
     findings = (*hinted(found.findings, hint), *lacking)

@@ -183,7 +183,7 @@ def write_bundle(files: Iterable[tuple[str, str]], key: SecretKey, name: str) ->
     """
     if not key.public.kind.startswith("ecdsa"):
         message = f"expected an ECDSA key, as OpenSSF Model Signing has no others, found {key.public.kind}"
-        raise ConfigError(message, hint="make one with `safeload keygen --kind ecdsa-p256`")
+        raise ConfigError(message, hint="make one with `safeload keygen --kind ecdsa-p256 -o KEY`")
     listed = sorted(files)
     for path, _ in listed:
         if path.split("/")[0] in _NEVER_HASHED:

@@ -6,16 +6,20 @@ Nothing here knows JAX or opens a file: a part of a tensor is a `Block`, and all
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from safeload.digests import CHUNK_BYTES
 from safeload.errors import ConfigError, ShardingError, escape
 from safeload.formats import WINDOW_BYTES
-from safeload.tensors import DTYPE_ITEMSIZE, DType, TensorSpec
+from safeload.tensors import DTYPE_ITEMSIZE, DType, Extent, TensorSpec
+
+if TYPE_CHECKING:
+    from safeload.manifest import ManifestTensor
 
 Block: TypeAlias = tuple[range, ...]
 """A part of a tensor: the indices that it has of each dimension, step 1."""
@@ -46,7 +50,8 @@ def compile_rules(rules: Sequence[tuple[Pattern, Any]]) -> Callable[[str], Any]:
                 return meaning
         raise ShardingError(
             f"{escape(path)}: no partition rule matches",
-            hint="add a rule for it; one with the pattern '' and None at the end replicates all that is left",
+            hint="add a rule for it; a last one with the pattern '' and an empty spec (`spec = []` in TOML, "
+            "`PartitionSpec()` in Python) replicates all that is left",
         )
 
     return find
@@ -118,6 +123,16 @@ def moved(block: Block, origin: Sequence[int]) -> Block:
 _EDGE_BYTES: Final = 64
 """How much of both ends of a file is looked at to tell its format."""
 
+SLACK_BYTES: Final = 3 * mmap.PAGESIZE
+"""What a run of a file's bytes can take in memory beyond its length: it is aligned, and begins and ends with a page."""
+
+
+def spec_of(tensor: ManifestTensor) -> TensorSpec:
+    """Return a row of the manifest as a row of the table; of inline bytes it is not known what they are."""
+    dtype = DType(tensor.dtype, big_endian=tensor.byteorder == "big")
+    extent = Extent(tensor.offset, tensor.nbytes, b"" if tensor.inline else None)
+    return TensorSpec(tensor.name, dtype, tensor.shape, tensor.order, extent, strides=tensor.strides)
+
 
 def byte_ranges(spec: TensorSpec, block: Block, *, gap: int = CHUNK_BYTES) -> tuple[range, ...]:
     """Return the bytes of its file that a block of a tensor lies in, in order, apart by at least `gap` bytes.
@@ -159,6 +174,18 @@ def is_contiguous(spec: TensorSpec, block: Block) -> bool:
         dims.reverse()
     first = next((dim for dim, (part, _) in enumerate(dims) if len(part) > 1), len(dims))
     return all(len(part) == length for part, length in dims[first + 1 :])
+
+
+def copied_bytes(spec: TensorSpec, block: Block, dtype: DType) -> int:
+    """Return what a block takes on the host beside its staged bytes on its way to a device with memory of its own.
+
+    Args:
+        spec: The tensor.
+        block: The part.
+        dtype: What it becomes there. What is no native array of it in the file is put together first.
+    """
+    is_there = spec.is_canonical and dtype.name == spec.dtype.name and is_contiguous(spec, block)
+    return 0 if is_there else n_elements(block) * dtype.itemsize
 
 
 def merged(ranges: Iterable[range], *, gap: int = 1) -> tuple[range, ...]:
@@ -207,6 +234,26 @@ def widened(ranges: Sequence[range], size: int, *, has_chunks: bool) -> int:
         return size
     chunks = {chunk for part in ranges for chunk in range(part.start // CHUNK_BYTES, -(-part.stop // CHUNK_BYTES))}
     return sum(min(size, (chunk + 1) * CHUNK_BYTES) - chunk * CHUNK_BYTES for chunk in chunks)
+
+
+def staged_bytes(ranges: Iterable[range] | None, size: int, *, has_chunks: bool) -> int:
+    """Return how much memory it takes to stage a file, or what covers ranges of it: whole chunks, on whole pages.
+
+    More ranges never take less. A load goes by this number, and so does a plan of one.
+
+    Args:
+        ranges: What is needed, in any order; None for all.
+        size: The file's length.
+        has_chunks: Whether the manifest has digests of its chunks; without, a file is staged whole.
+    """
+    if ranges is None or not has_chunks:
+        return size + SLACK_BYTES
+    chunks = (
+        range(part.start // CHUNK_BYTES * CHUNK_BYTES, min(size, -(-part.stop // CHUNK_BYTES) * CHUNK_BYTES))
+        for part in ranges
+    )
+    runs = merged(chunks)
+    return sum(map(len, runs)) + len(runs) * SLACK_BYTES
 
 
 # ---------------------------------------------------------------- tensors that several hosts wrote

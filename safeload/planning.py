@@ -11,9 +11,10 @@ import math
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -24,10 +25,20 @@ from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES
 from safeload.errors import ConfigError, Finding, escape, reason
 from safeload.manifest import Manifest
 from safeload.parallel import n_processors
-from safeload.placing import compile_rules
+from safeload.placing import (
+    SLACK_BYTES,
+    Block,
+    byte_ranges,
+    compile_rules,
+    copied_bytes,
+    framing,
+    is_contiguous,
+    spec_of,
+    staged_bytes,
+)
 from safeload.report import Report
 from safeload.sizes import human_size
-from safeload.tensors import DTYPE_ITEMSIZE
+from safeload.tensors import DTYPE_ITEMSIZE, TensorSpec
 
 Partition: TypeAlias = tuple[str | tuple[str, ...] | None, ...]
 """Mesh axes of each dimension, as the arguments of a `jax.sharding.PartitionSpec`; dimensions beyond it are whole."""
@@ -55,15 +66,23 @@ class PlannedTensor:
         name: What to call it.
         rule_path: The `/`-joined path that rules are matched against: the parameter's, also for a field of a record.
         file: The file that it lies in.
-        dtype: Element type by numpy's or ml_dtypes' name.
-        shape: Global shape.
+        spec: Its type and global shape, and where in the file it lies.
     """
 
     name: str
     rule_path: str
     file: str
-    dtype: str
-    shape: tuple[int, ...]
+    spec: TensorSpec
+
+    @property
+    def dtype(self) -> str:
+        """Element type by numpy's or ml_dtypes' name."""
+        return self.spec.dtype.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+        return self.spec.shape
 
     @property
     def nbytes(self) -> int:
@@ -79,11 +98,13 @@ class PlannedFile:
         path: Its path in the checkpoint.
         size: Length in bytes.
         has_chunks: Whether the manifest has digests of its chunks, so that parts of it can be verified by themselves.
+        is_index: Whether it is an index of other files, which a load keeps until the end.
     """
 
     path: str
     size: int
     has_chunks: bool
+    is_index: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +148,47 @@ class PlacedTensor:
             return 0
         return math.prod(self.device_shape) * DTYPE_ITEMSIZE[self.tensor.dtype]
 
+    def blocks(self) -> Iterator[Block]:
+        """Yield each part that a device holds; none where it does not divide."""
+        if self.device_shape is None:
+            return
+        sides = zip(self.tensor.shape, self.device_shape, strict=True)
+        starts = (range(0, length, step) if step else range(1) for length, step in sides)
+        for origin in product(*starts):
+            yield tuple(range(at, at + n) for at, n in zip(origin, self.device_shape, strict=True))
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether a device's part lies in the file with the bytes of other parts between its own."""
+        first = next(self.blocks(), None)
+        return first is not None and self.tensor.spec.strides is None and not is_contiguous(self.tensor.spec, first)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastBudget:
+    """The smallest memory budget with which one host loads all of it: `load` refuses one byte less.
+
+    Attributes:
+        staged: Bytes of whichever file takes most, on whole pages: of the signed chunks that cover one device's part of
+            a tensor, or of a file that has to be read whole.
+        indexes: Bytes of the indexes, which are kept beside that.
+        copies: The largest part that is put together on the host, before a device with memory of its own takes it.
+    """
+
+    staged: int
+    indexes: int
+    copies: int
+
+    @property
+    def nbytes(self) -> int:
+        """The budget for devices with memory of their own."""
+        return self.on_host + self.copies
+
+    @property
+    def on_host(self) -> int:
+        """The budget where the devices are the host's own processors, and what is put together is the array."""
+        return self.staged + self.indexes
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -154,6 +216,7 @@ class LoadPlan:
         device_bytes: What each device will hold; of those tensors that divide.
         device_memory: What a device has, where that was said.
         host_peak_bytes: Most memory that one host stages and copies in, if it loads everything.
+        least_budget: The smallest bound on that with which a load works.
         memory_budget: The bound on that, where one was given.
         rates: What the machine can do; None where nobody measured.
         findings: Everything that stands in the way.
@@ -165,6 +228,7 @@ class LoadPlan:
     device_bytes: int
     device_memory: int | None
     host_peak_bytes: int
+    least_budget: LeastBudget
     memory_budget: int | None
     rates: Rates | None
     findings: tuple[Finding, ...]
@@ -197,6 +261,8 @@ class LoadPlan:
             "device_memory": self.device_memory,
             "host_peak_bytes": self.host_peak_bytes,
             "memory_budget": self.memory_budget,
+            "least_memory_budget": self.least_budget.nbytes,
+            "least_memory_budget_on_host": self.least_budget.on_host,
             "seconds": None if seconds is None else round(seconds, 3),
             "rates": None
             if rates is None
@@ -238,7 +304,8 @@ def plan(
         mesh: Devices along each axis, by the axes' names.
         rules: The partition of a tensor, by its path.
         device_memory: Bytes that a device has.
-        memory_budget: Bytes that a host may stage in.
+        memory_budget: Bytes that a host may stage in. A plan for one that loads all is enough for one that loads a
+            part.
         rates: What the machine can do, to say how long it takes.
 
     Raises:
@@ -259,19 +326,14 @@ def plan(
             )
         )
     peak = inventory.nbytes if memory_budget is None else min(memory_budget, inventory.nbytes)
+    needs = _needs(inventory, placed)
+    least = LeastBudget(
+        staged=max((need.staged for need in needs), default=0),
+        indexes=sum(file.size for file in inventory.files if file.is_index),
+        copies=max((_copied(tensor) for tensor in placed), default=0),
+    )
     if memory_budget is not None:
-        findings += [
-            Finding(
-                "does-not-fit-budget",
-                f"expected a file of at most {memory_budget:,} bytes, the memory budget, or digests of its chunks, "
-                f"found {file.size:,} bytes without",
-                file=file.path,
-                hint=f"raise the budget to {human_size(file.size)} or more, or sign it again with digests of chunks",
-            )
-            for file in inventory.files
-            if not file.has_chunks and file.size > memory_budget
-        ]
-        findings += _too_large_at_once(inventory, placed, memory_budget)
+        findings += _beyond_budget(needs, least, memory_budget)
     return LoadPlan(
         inventory,
         MappingProxyType(dict(mesh)),
@@ -279,25 +341,103 @@ def plan(
         device_bytes,
         device_memory,
         peak,
+        least,
         memory_budget,
         rates,
         tuple(findings),
     )
 
 
-def _too_large_at_once(inventory: Inventory, placed: Sequence[PlacedTensor], memory_budget: int) -> Iterator[Finding]:
-    """Yield the files of which the least that a load reads at once is more than the budget."""
-    largest: dict[str, int] = {}
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a load stages at once of a file: bytes, and the tensor whose part takes them; None for no single one."""
+
+    file: PlannedFile
+    staged: int
+    tensor: PlacedTensor | None = None
+
+
+def _needs(inventory: Inventory, placed: Sequence[PlacedTensor]) -> list[_Need]:
+    by_file: dict[str, list[PlacedTensor]] = {}
     for tensor in placed:
-        path = tensor.tensor.file
-        largest[path] = max(largest.get(path, 0), tensor.device_nbytes)
+        by_file.setdefault(tensor.tensor.file, []).append(tensor)
+    # Layers have the same layout, and a mesh can have thousands of parts of each.
+    known: dict[Hashable, tuple[int, int | None]] = {}
+    needs: list[_Need] = []
     for file in inventory.files:
-        # A device's part of a tensor is put there in one piece, and what is read is whole chunks.
-        least = min(file.size, max(CHUNK_BYTES, largest.get(file.path, 0)))
-        if file.has_chunks and least > memory_budget:
-            message = f"expected at most {memory_budget:,} bytes to read at once, the memory budget, found {least:,}"
-            hint = f"raise the budget to more than {human_size(least)}"
-            yield Finding("does-not-fit-budget", message, file=file.path, hint=hint)
+        tensors = by_file.get(file.path, [])
+        layout = (file.size, file.has_chunks, tuple((each.tensor.spec, each.device_shape) for each in tensors))
+        if layout not in known:
+            known[layout] = _least(file, tensors)
+        staged, position = known[layout]
+        needs.append(_Need(file, staged, None if position is None else tensors[position]))
+    return needs
+
+
+def _least(file: PlannedFile, tensors: Sequence[PlacedTensor]) -> tuple[int, int | None]:
+    """Return the least that a load stages at once of a file, and the position of the tensor that asks for it."""
+    specs = [tensor.tensor.spec for tensor in tensors]
+    everything = staged_bytes(None, file.size, has_chunks=file.has_chunks)
+    # Without names that tell its tensors apart, a load reads it whole.
+    if not file.has_chunks or len({(spec.name, spec.extent.offset) for spec in specs}) < len(specs):
+        return everything, None
+    frame = framing(specs, file.size)
+    alone = staged_bytes(frame, file.size, has_chunks=True)
+    most, position = alone, None
+    for at, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
+        if spec.extent.inline is not None or (first := next(tensor.blocks(), None)) is None:
+            continue
+        # No part takes more than all of the tensor does, or than its runs of bytes where they lie worst: each ends in
+        # another chunk. The first part that takes as much ends the search, as there can be thousands of each of many.
+        payload = range(spec.extent.offset, spec.extent.offset + spec.extent.nbytes)
+        runs = [(len(run) - 2) // CHUNK_BYTES + 2 for run in byte_ranges(spec, first)]
+        bound = min(
+            staged_bytes((*frame, payload), file.size, has_chunks=True),
+            alone + sum(n_chunks * CHUNK_BYTES + SLACK_BYTES for n_chunks in runs),
+        )
+        if bound <= most:
+            continue
+        for block in tensor.blocks():
+            needed = staged_bytes((*frame, *byte_ranges(spec, block)), file.size, has_chunks=True)
+            if needed > most:
+                most, position = needed, at
+            if most >= bound:
+                break
+    return most, position
+
+
+def _copied(placed: PlacedTensor) -> int:
+    """Return what a part takes beside its staged bytes; the parts of a tensor are alike in that."""
+    first = next(placed.blocks(), None)
+    return 0 if first is None else copied_bytes(placed.tensor.spec, first, placed.tensor.spec.dtype)
+
+
+def _beyond_budget(needs: Iterable[_Need], least: LeastBudget, memory_budget: int) -> Iterator[Finding]:
+    """Yield the files that a load within the budget refuses, with what it would take."""
+    for need in needs:
+        on_host = need.staged + least.indexes
+        total = on_host + least.copies
+        if total <= memory_budget:
+            continue
+        if need.tensor is not None:
+            shape = need.tensor.device_shape
+            what = f"for the signed chunks that cover a part {shape} of {escape(need.tensor.tensor.name)}"
+        elif need.file.has_chunks:
+            what = "for this file, which is read at once"
+        else:
+            what = "for this file, which is read at once, as there are no digests of its chunks"
+        beside = f", {least.indexes:,} of them for indexes" if least.indexes else ""
+        beside += f", {least.copies:,} of them to put a part together for its device" if least.copies else ""
+        hint = f"raise the budget to {least.nbytes} bytes or more"
+        if least.copies and on_host <= memory_budget:
+            hint += f"; where the devices are the host's own processors, {least.on_host} will do"
+        if not need.file.has_chunks:
+            hint += "; or sign the file again, which takes digests of its chunks"
+        elif need.tensor is not None and need.tensor.is_spread:
+            other = "an earlier" if need.tensor.tensor.spec.order == "C" else "a later"
+            hint += f"; or cut it along {other} dimension alone, as these parts are spread over the chunks of others"
+        message = f"expected a memory budget of {total:,} bytes or more {what}{beside}, found {memory_budget:,}"
+        yield Finding("does-not-fit-budget", message, file=need.file.path, hint=hint)
 
 
 def _place(
@@ -341,12 +481,15 @@ def inventory_of_manifest(manifest: Manifest, *, source: str) -> Inventory:
         source: What to call it.
     """
     tensors = tuple(
-        _tensor(file.path, file.parameter, tensor.name, tensor.dtype, tensor.shape)
-        for file in manifest.files
-        for tensor in file.tensors
+        _tensor(file.path, file.parameter, spec_of(tensor)) for file in manifest.files for tensor in file.tensors
     )
     files = tuple(
-        PlannedFile(file.path, file.size, has_chunks=file.chunks is not None or file.size <= CHUNK_BYTES)
+        PlannedFile(
+            file.path,
+            file.size,
+            has_chunks=file.chunks is not None or file.size <= CHUNK_BYTES,
+            is_index=file.format == "index",
+        )
         for file in manifest.files
     )
     return Inventory(source, tensors, files)
@@ -364,17 +507,14 @@ def inventory_of_report(
         parameters: Names of the parameters of files that carry none, by path.
     """
     named = tuple(zip(paths, report.files, strict=True))
-    tensors = tuple(
-        _tensor(path, parameters.get(path), spec.name, spec.dtype.name, spec.shape)
-        for path, file in named
-        for spec in file.tensors
-    )
-    return Inventory(source, tensors, tuple(PlannedFile(path, file.size or 0, has_chunks=True) for path, file in named))
+    tensors = tuple(_tensor(path, parameters.get(path), spec) for path, file in named for spec in file.tensors)
+    files = (PlannedFile(p, file.size or 0, has_chunks=True, is_index=file.format == "index") for p, file in named)
+    return Inventory(source, tensors, tuple(files))
 
 
-def _tensor(file: str, parameter: str | None, name: str, dtype: str, shape: tuple[int, ...]) -> PlannedTensor:
-    whole = "/".join(part for part in (file if parameter is None else parameter, name) if part)
-    return PlannedTensor(whole, whole if parameter is None else parameter, file, dtype, shape)
+def _tensor(file: str, parameter: str | None, spec: TensorSpec) -> PlannedTensor:
+    whole = "/".join(part for part in (file if parameter is None else parameter, spec.name) if part)
+    return PlannedTensor(whole, whole if parameter is None else parameter, file, spec)
 
 
 # ---------------------------------------------------------------- what a caller says
@@ -437,8 +577,10 @@ def read_rules(path: str | Path) -> tuple[tuple[str | tuple[str, ...], Partition
     except ValidationError as err:
         problem = err.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(part) for part in problem["loc"])
-        example = 'version = 1, then [[rules]] pattern = "moe/linear/w", spec = [[], "data", "model"]'
-        raise ConfigError(f"{what}: {escape(place)}: {problem['msg']}", hint=f"write for example {example}") from err
+        # A `[[rules]]` takes a line for each key, and a hint is one line: this is the same as TOML on two.
+        example = '`rules = [{ pattern = "moe/linear/w", spec = [[], "data", "model"] }]`'
+        hint = f"write for example `version = 1`, and on the next line {example}"
+        raise ConfigError(f"{what}: {escape(place)}: {problem['msg']}", hint=hint) from err
     return tuple(
         (rule.pattern if isinstance(rule.pattern, str) else tuple(rule.pattern), _partition(rule.spec))
         for rule in read.rules

@@ -349,18 +349,23 @@ class Policy(_Model):
         """Whether it was written as the difference to another policy."""
         return self._is_derived
 
-    def admits_by(self, table: str, line: str) -> str:
-        """Return the hint that names the line of a policy that would admit what was refused.
+    def admits_by(self, table: str, *lines: str) -> str:
+        """Return the hint that names the lines of a policy that would admit what was refused.
+
+        Those of an array of tables, "[[pickle.globals]]", are TOML to paste at the end of a policy, as it holds any
+        number of these: each on a line of its own, behind the line of the table.
 
         Args:
-            table: Where it belongs, as a policy that stands alone has it: "[limits]" or "[[pickle.globals]]".
-            line: What to write there.
+            table: Where they belong, as a policy that stands alone has it: "[limits]" or "[[pickle.globals]]".
+            lines: What to write there: `key = value`; for a table that may be there already, in words.
         """
+        separator = "\n" if table.startswith("[[") else " "
         if self.is_derived or self.source in dict(shipped_policies()):
             table = table.replace("[[", "[[widen.") if table.startswith("[[") else table.replace("[", "[widen.")
             whose = f"policy {self.name}" if self.is_derived else f'a policy of your own that extends = "{self.name}"'
-            return f"{whose} can admit it: {table} {line}"
-        return f"policy {self.name} can admit it: {table} {line}"
+        else:
+            whose = f"policy {self.name}"
+        return separator.join([f"{whose} can admit it:", table, *lines])
 
     @property
     def source(self) -> str:
@@ -448,6 +453,26 @@ class Policy(_Model):
         import tomli_w
 
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, by_alias=True))
+
+
+def quoted(text: str) -> str:
+    """Return text as a basic string of TOML 1.0, on one line and printable."""
+    shown = (
+        f"\\{c}"
+        if c in '"\\'
+        else c
+        if c.isprintable()
+        else f"\\u{ord(c):04x}"
+        if ord(c) < 1 << 16
+        else f"\\U{ord(c):08x}"
+        for c in text
+    )
+    return f'"{"".join(shown)}"'
+
+
+def exact_pattern(name: str) -> str:
+    """Return the pattern of `[[files.inert]]` that fits this name and no other, as TOML."""
+    return quoted("".join(f"[{c}]" if c in "*?[" else c for c in name))
 
 
 def _wider_files(mine: FileRules, theirs: FileRules) -> Iterator[str]:

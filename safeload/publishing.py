@@ -145,7 +145,10 @@ def describe(
     listed = [replace(file, path=Path(file.path).relative_to(root).as_posix()) for file in report.files]
     files = [_entry(file, names) for file in listed]
     if names:
-        raise ConfigError(f"parameters name files that are not there: {escape(', '.join(sorted(names)))}")
+        raise ConfigError(
+            f"parameters name files that are not there: {escape(', '.join(sorted(names)))}",
+            hint="leave them out, or put the files into the directory",
+        )
     manifest = Manifest.of(
         files,
         stream=model,

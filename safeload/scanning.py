@@ -32,12 +32,12 @@ from safeload.errors import (
 )
 from safeload.files import Root, StreamSource, require_outside
 from safeload.formats import MemorySource, Parsed, Siblings, Source
-from safeload.formats.detection import HEAD_BYTES, detect, looks_like_text, other_reading
+from safeload.formats.detection import HEAD_BYTES, Kind, detect, looks_like_text, other_reading
 from safeload.formats.gguf import parse_gguf
-from safeload.formats.inert import check_inert, may_be_pickle
+from safeload.formats.inert import check_inert, may_be_pickle, stopped_at_once
 from safeload.formats.npy import parse_npy
 from safeload.formats.npz import parse_npz
-from safeload.formats.pickles import parse_pickle
+from safeload.formats.pickles.machine import Machine, parse_pickle
 from safeload.formats.pytorch import is_legacy, parse_pytorch, parse_pytorch_legacy
 from safeload.formats.safetensors import parse_safetensors
 from safeload.formats.shard_index import is_index_name, parse_index
@@ -45,7 +45,7 @@ from safeload.formats.tensorflow import TABLE_MAGIC, index_file_of, parse_bundle
 from safeload.formats.zips import read_zip
 from safeload.memory import available_memory
 from safeload.parallel import Meter, n_processors, run
-from safeload.policy import DEFAULT_POLICY, Policy, is_policy_path, load_policy
+from safeload.policy import DEFAULT_POLICY, Policy, exact_pattern, is_policy_path, load_policy
 from safeload.report import FileReport, Progress, Report
 from safeload.tensors import TENSOR_FORMATS, RecordValue, ShardIndex, TensorSpec, Value
 
@@ -214,9 +214,32 @@ def verify_files(
             for entry in trusted.manifest.files
             if entry.path not in absent
         ]
-        files = _run(jobs, policy, progress, _FILE_DIGEST)
+        files = _run(jobs, policy, progress, _FILE_DIGEST, {path for path in absent if path is not None})
     facts = {**policy_facts(policy), **manifest_facts(trusted)}
     return Report(tuple(files), tuple(missing), facts)
+
+
+def naming_swaps(report: Report, trusted: TrustedManifest) -> Report:
+    """Return the report, with a hint where a file has the signed content of another: two were swapped, or one copied.
+
+    Args:
+        report: Of one directory, its paths those of the manifest.
+        trusted: What was signed.
+    """
+    by_digest: dict[str | None, list[str]] = {}
+    for entry in trusted.manifest.files:
+        by_digest.setdefault(entry.sha256, []).append(entry.path)
+
+    def named(file: FileReport, finding: Finding) -> Finding:
+        if finding.code != "digest-mismatch" or file.sha256 not in by_digest:
+            return finding
+        others = by_digest[file.sha256]
+        return replace(
+            finding, hint=f"this is the content of {escape(others[0])}: were the two swapped, or one copied?"
+        )
+
+    files = (replace(file, findings=tuple(named(file, f) for f in file.findings)) for file in report.files)
+    return replace(report, files=tuple(files))
 
 
 def admit(staged: StagedCheckpoint, *, policy: Policy) -> AdmittedCheckpoint:
@@ -280,7 +303,7 @@ def parse(source: Source, path: str, policy: Policy, siblings: Siblings | None =
 
     Args:
         source: The file's bytes.
-        path: What it is called; the last component counts.
+        path: What it is called; the last component counts, and the folders only for a hint.
         policy: What is allowed.
         siblings: The files beside it, where they can be read.
     """
@@ -298,6 +321,8 @@ def parse(source: Source, path: str, policy: Policy, siblings: Siblings | None =
         parsed = refused(parsed, PolicyError(finding))
     if kind in TENSOR_FORMATS:
         parsed = _check_name(name, kind, _check_shard(name, parsed, policy))
+    elif isinstance(parsed.refusal, FormatError | PolicyError) and (hint := _folder_hint(path)) is not None:
+        parsed = refused(parsed, _hinting(parsed.refusal, hint))
     return kind, parsed
 
 
@@ -318,7 +343,7 @@ def _parse_content(source: Source, name: str, policy: Policy, siblings: Siblings
     found = "" if kind is None else kind.name
     if found == "zip":
         try:
-            found = _kind_of_zip(source, policy)
+            found, kind = _kind_of_zip(source, policy)
         except RejectedError as err:
             return found, Parsed(refusal=err)
     if found == "safetensors" and _may_be_pickle(source, policy):
@@ -338,7 +363,7 @@ def _parse_content(source: Source, name: str, policy: Policy, siblings: Siblings
         return kind.name, Parsed(refusal=PolicyError(finding))
     if is_legacy(head):
         return "pytorch", parse_pytorch_legacy(source, policy)
-    return _parse_pickle(source, name, policy, is_text=kind is None and looks_like_text(head))
+    return _parse_pickle(source, name, policy, head, is_text=kind is None and looks_like_text(head))
 
 
 _PREFIX_BYTES: Final = 64 * 1024
@@ -350,24 +375,85 @@ def _may_be_pickle(source: Source, policy: Policy) -> bool:
     return may_be_pickle(source.peek(0, _PREFIX_BYTES), policy, whole=source.size <= _PREFIX_BYTES)
 
 
-def _kind_of_zip(source: Source, policy: Policy) -> str:
-    """Return which container of tensors a zip archive is, by its members; "zip" where it is none."""
+def _kind_of_zip(source: Source, policy: Policy) -> tuple[str, Kind]:
+    """Return which container of tensors a zip archive is, by its members, "zip" where it is none, and what to call it.
+
+    An archive with arrays in it is npz, whose parser names the member that is none.
+    """
     names = [entry.name for entry in read_zip(source, policy).entries]
+    if "model.weights.h5" in names:
+        advice = "safeload does not read it; convert it to safetensors with the software that wrote it"
+        return "zip", Kind("zip", "a Keras model, which is a zip archive", advice)
+    first = (
+        f"a zip archive that holds '{escape(names[0], limit=80)}' and no tensors" if names else "an empty zip archive"
+    )
+    kind = Kind("zip", first, "unpack it, and verify and scan what comes out")
     if any(PurePosixPath(name).name == "data.pkl" for name in names):
-        return "pytorch"
-    return "npz" if names and all(name.endswith(".npy") for name in names) else "zip"
+        return "pytorch", kind
+    return ("npz" if any(name.endswith(".npy") for name in names) else "zip"), kind
 
 
-def _parse_pickle(source: Source, name: str, policy: Policy, *, is_text: bool) -> tuple[str, Parsed]:
-    parsed = parse_pickle(source, policy)
-    if is_text and isinstance(parsed.refusal, FormatError):
-        # A pickle of protocol 0 is text as well, so this says what else it may be and decides nothing.
-        hint = policy.admits_by("[[files.inert]]", f'patterns = ["{escape(name)}"], content = "text", and a reason')
-        findings = (replace(finding, hint=f"if it is plain text, {hint}") for finding in parsed.refusal.findings)
-        parsed = refused(parsed, FormatError(*findings))
-    if parsed.refusal is not None and parsed.refusal.findings[0].code in {"not-a-pickle", "empty-file"}:
-        return "unknown", parsed
-    return "pickle", parsed
+_SIGNED: Final = frozenset({".gguf", ".npy", ".npz", ".safetensors"})
+"""Endings of names that promise a format with a signature, which is none of a pickle."""
+
+_PICKLES: Final = frozenset({".pkl", ".pickle"})
+"""Endings of names that promise a pickle, so that what is wrong with it as one is what a person wants to know."""
+
+
+def _parse_pickle(source: Source, name: str, policy: Policy, head: bytes, *, is_text: bool) -> tuple[str, Parsed]:
+    machine = Machine(source, policy)
+    parsed = parse_pickle(source, policy, machine=machine)
+    refusal = parsed.refusal
+    if refusal is None:
+        return "pickle", parsed
+    suffix = PurePosixPath(name).suffix.lower()
+    if refusal.findings[0].code == "empty-file":
+        promised = _NOUNS.get(suffix, "tensors, or data that the policy names")
+        message = f"expected {promised}, found an empty file"
+        finding = Finding("empty-file", message, offset=0, hint="fetch it again, or delete it")
+        return "unknown", refused(parsed, FormatError(finding))
+    is_shard = policy.shards is not None and policy.shards.fits(name)
+    # The length of a safetensors header may begin with any byte, and so with that of a pickle's.
+    begins_as_one = head[:1] == b"\x80" and suffix not in _SIGNED
+    if begins_as_one or is_shard or suffix in _PICKLES or not stopped_at_once(machine, refusal):
+        return "pickle", parsed
+    if suffix in _NOUNS:
+        message = f"expected {_NOUNS[suffix]}, as the name says, found none, or one cut short or damaged"
+        finding = Finding("damaged-file", message, offset=0, hint="fetch it again; no reader can tell what it holds")
+    else:
+        message = f"of no known format: expected tensors, or data that policy {policy.name} names, found neither"
+        finding = Finding("not-a-pickle", message, offset=0, hint=_unknown_hint(name, policy, is_text=is_text))
+    return "unknown", refused(Parsed(), FormatError(finding))
+
+
+def _unknown_hint(name: str, policy: Policy, *, is_text: bool) -> str:
+    """Return what to do about a file of no known format."""
+    remove = "move it out of the directory"
+    if PurePosixPath(name).suffix.lower() in {".py", ".ipynb", ".sh"}:
+        return f"source code does not belong in a checkpoint: {remove}, and read it before it is run"
+    content, noun = ("text", "text") if is_text else ("opaque", "data")
+    lines = f"patterns = [{exact_pattern(name)}]", f'content = "{content}"', 'reason = "say here why it belongs there"'
+    return f"{remove}; or, if it is plain {noun}, {policy.admits_by('[[files.inert]]', *lines)}"
+
+
+def _folder_hint(path: str) -> str | None:
+    """Return what to do about a file of a folder that tools leave behind, which no checkpoint needs; None elsewhere."""
+    parts = PurePosixPath(path).parts
+    if ".git" in parts[:-1]:
+        return "remove the folder .git, which holds the history of the files and none that is loaded"
+    for here in range(len(parts) - 2):
+        # Below `hub` lies the cache itself, whose folders are checkpoints.
+        if parts[here : here + 2] == (".cache", "huggingface") and parts[here + 2] in _BOOKKEEPING:
+            return "remove the folder .cache/huggingface, in which the download kept its books"
+    return None
+
+
+_BOOKKEEPING: Final = frozenset({"download", "upload", "trees", ".gitignore", "CACHEDIR.TAG"})
+"""What `hf download --local-dir` and `hf upload-large-folder` write below .cache/huggingface."""
+
+
+def _hinting(refusal: RejectedError, hint: str) -> RejectedError:
+    return type(refusal)(*(replace(finding, hint=hint) for finding in refusal.findings))
 
 
 _PARSERS: Final[Mapping[str, Callable[[Source, Policy], Parsed]]] = MappingProxyType(
@@ -407,6 +493,19 @@ _SUFFIXES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """What a name promises: a reader that goes by it would otherwise read the file as something that was not scanned."""
+
+_NOUNS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        ".npy": "an npy array",
+        ".npz": "an npz archive",
+        ".safetensors": "a safetensors file",
+        ".gguf": "a GGUF model",
+        ".pt": "a PyTorch file",
+        ".pth": "a PyTorch file",
+        ".ckpt": "a PyTorch file",
+    }
+)
+"""What to call a file that a name promises, where that is one thing and has a signature to be missed."""
 
 
 def _check_name(name: str, kind: str, parsed: Parsed) -> Parsed:
@@ -489,15 +588,23 @@ def signed_tables(trusted: TrustedManifest) -> _Tables:
     }
 
 
-def check_indexes(files: Sequence[FileReport], used: Mapping[str, str]) -> list[FileReport]:
-    """Hold each index against the files that it names, and what was read of a file for another against its digest."""
+def check_indexes(
+    files: Sequence[FileReport], used: Mapping[str, str], unlooked: Collection[str] = ()
+) -> list[FileReport]:
+    """Hold each index against the files that it names, and what was read of a file for another against its digest.
+
+    Args:
+        files: What was found in each.
+        used: The digests of what was read of a file for another, by path.
+        unlooked: Paths of files that were refused before they were read, and that an index need not miss as well.
+    """
     tables = {
         file.path: {spec.name: (spec.extent.offset, spec.extent.nbytes) for spec in file.tensors}
         for file in files
         if not file.findings
     }
     digests = {file.path: file.sha256 for file in files if file.sha256 is not None}
-    refused_paths = {file.path for file in files if file.findings}
+    refused_paths = {*unlooked, *(file.path for file in files if file.findings)}
     checked = []
     for file in files:
         findings: tuple[Finding, ...] = ()
@@ -690,7 +797,9 @@ def jobs_in(directory: str, root: Root) -> Iterator[Job]:
         yield Job(shown, walked.path, walked.size, root, finding=walked.finding)
 
 
-def _run(jobs: Sequence[Job], policy: Policy, progress: Progress | None, wanted: _Digests) -> list[FileReport]:
+def _run(
+    jobs: Sequence[Job], policy: Policy, progress: Progress | None, wanted: _Digests, unlooked: Collection[str] = ()
+) -> list[FileReport]:
     # Hashing leaves the interpreter's lock, so threads help there; parsing does not.
     used: dict[str, str] = {}
     files = run(
@@ -701,7 +810,7 @@ def _run(jobs: Sequence[Job], policy: Policy, progress: Progress | None, wanted:
         phase="scanning",
         progress=progress,
     )
-    return check_indexes(files, used)
+    return check_indexes(files, used, unlooked)
 
 
 def _scan_job(job: Job, policy: Policy, meter: Meter, wanted: _Digests, used: dict[str, str]) -> FileReport:
@@ -756,7 +865,9 @@ def check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parsed
         f"expected sha256:{entry.sha256}, found sha256:{sha256}",
         hint="the file is not the one that was signed; fetch it again",
     )
-    others = () if parsed.refusal is None else parsed.refusal.findings
+    # Whether the manifest was made by other rules can be said of the signed bytes only.
+    found = () if parsed.refusal is None else parsed.refusal.findings
+    others = (other for other in found if other.code != "manifest-disagrees")
     return refused(parsed, DigestMismatchError(finding, *others))
 
 

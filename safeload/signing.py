@@ -86,9 +86,14 @@ def attach_signature(data: bytes, signature: bytes, public_key: PublicKey) -> by
     public_key.verify(signature, envelope.signed_bytes)
     # By the hint, which may lie: then a verifier finds two signatures of one key, and counts them once.
     if public_key.keyid in {each.keyid for each in envelope.signatures}:
-        raise ConfigError(f"the manifest has a signature of key {public_key.keyid[:16]} already")
+        raise ConfigError(
+            f"the manifest has a signature of key {public_key.keyid[:16]} already", hint="there is nothing to add"
+        )
     if len(envelope.signatures) >= MAX_SIGNATURES:
-        raise ConfigError(f"expected at most {MAX_SIGNATURES} signatures in one envelope")
+        raise ConfigError(
+            f"expected at most {MAX_SIGNATURES} signatures in one envelope",
+            hint="make another manifest with `safeload sign DIR --key KEY -o MANIFEST`",
+        )
     signatures = (*envelope.signatures, Signature(signature, public_key.keyid))
     return _serialized(Envelope(envelope.payload, envelope.payload_type, signatures))
 

@@ -797,7 +797,9 @@ def _require_memory(needed: int, budget: int | None) -> None:
 
 def _more_room(needed: int, budget: int | None) -> str:
     """Say what helps: only who set no budget is short of the machine's memory."""
-    return f"give --memory-budget {needed} or more" if budget is not None else f"free memory: {needed} bytes are needed"
+    if budget is not None:
+        return f"give --memory-budget {needed} or more"
+    return f"free memory, or give --memory-budget {needed} if you know that there is as much"
 
 
 def _refuse_file(plan: _Plan, kept: int, budget: int | None) -> NoReturn:

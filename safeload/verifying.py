@@ -137,7 +137,7 @@ def _trusted(data: bytes, trust: TrustStore, now: datetime, source: str) -> Trus
             Finding(
                 "payload-type",
                 f"expected a payload of type {PAYLOAD_TYPE}, found {escape(envelope.payload_type)}",
-                hint="make a manifest with `safeload sign DIR --key KEY`",
+                hint="make a manifest with `safeload sign DIR --key KEY -o MANIFEST`",
             )
         )
     manifest = Manifest.parse(envelope.payload)

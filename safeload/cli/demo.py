@@ -100,10 +100,9 @@ def demo(
         typer.Option("--directory", metavar="DIR", help="work in DIR, which is made, and keep it", show_default=False),
     ] = None,
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Make, sign, attack and load a small checkpoint: see what is refused, and why."""
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     with _folder(directory) as folder:
         return _run(out, folder, kept=directory is not None)
 

@@ -22,10 +22,9 @@ def explain(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="the file", show_default=False)],
     policy: options.Policy = options.DEFAULT_POLICY_NAME,
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Show what a pickle does, opcode by opcode, and why it is refused or not. Runs none of it."""
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
 
     from safeload.explaining import explain as explain_file
 

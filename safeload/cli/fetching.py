@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -466,9 +467,9 @@ class _Bars:
 
 
 @quarantine.command("list", cls=options.Command)
-def list_(directory: _Target, json: options.Json = False, verbose: options.Verbose = False) -> int:
+def list_(directory: _Target, json: options.Json = False) -> int:
     """List what was refused while DIR was fetched: when, what it should have been, and why."""
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     store = _quarantine(directory)
     records = store.records()
     out.object({"schema": SCHEMA_VERSION, "quarantine": str(store.path), "items": [_item_json(r) for r in records]})
@@ -482,9 +483,9 @@ def list_(directory: _Target, json: options.Json = False, verbose: options.Verbo
 
 
 @quarantine.command(cls=options.Command)
-def show(directory: _Target, item: _Item, json: options.Json = False, verbose: options.Verbose = False) -> int:
+def show(directory: _Target, item: _Item, json: options.Json = False) -> int:
     """Show all that is known of one item: where it came from, what was expected and what was found."""
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     store = _quarantine(directory)
     record = store.record(item)
     content = store.content(item)
@@ -511,10 +512,9 @@ def purge(
     items: _Items = None,
     everything: Annotated[bool, typer.Option("--all", help="remove every item")] = False,
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Remove items for good: those that are named, or all of them with --all."""
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     if bool(items) == everything:
         raise ConfigError("expected either the items to remove or --all", hint="`safeload quarantine list` names them")
     n_removed = _quarantine(directory).purge(None if everything else items)
@@ -526,7 +526,10 @@ def purge(
 def _quarantine(directory: Path) -> Quarantine:
     from safeload.fetching.quarantine import Quarantine
 
-    return Quarantine(directory)
+    store = Quarantine(directory)
+    if not (os.path.lexists(directory) or os.path.lexists(store.path)):
+        raise ConfigError(f"there is no {escape(str(directory))}, and no quarantine for it", hint="check the path")
+    return store
 
 
 def _item_json(record: Record) -> dict[str, Any]:

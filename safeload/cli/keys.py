@@ -45,15 +45,14 @@ def keygen(
     passphrase_file: options.PassphraseFile = None,
     no_passphrase: Annotated[bool, typer.Option("--no-passphrase", help="store the secret key unencrypted")] = False,
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Make a key pair: KEY (secret, for you alone) and KEY.pub (for everyone who verifies).
 
     Use a long passphrase, such as six random words: whoever gets hold of KEY can try many.
     """
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     if no_passphrase and passphrase_file is not None:
-        raise ConfigError("--no-passphrase and --passphrase-file exclude each other")
+        raise ConfigError("--no-passphrase and --passphrase-file exclude each other", hint="leave one of them out")
     if not output.name:
         raise ConfigError(
             f"-o: expected the name of a file, found {escape(str(output))}", hint="name one, such as -o publisher.key"
@@ -94,7 +93,9 @@ def require_absent(path: Path) -> None:
     if os.path.lexists(path):
         raise ConfigError(f"{escape(str(path))} exists already", hint="move it away, or choose another name with -o")
     if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {escape(str(path.parent))}")
+        raise ConfigError(
+            f"there is no folder {escape(str(path.parent))}", hint="make it, or choose another name with -o"
+        )
 
 
 @contextmanager
@@ -111,7 +112,9 @@ def claimed(path: Path) -> Iterator[None]:
     except FileExistsError as err:
         raise ConfigError(f"{escape(str(path))} exists already", hint="move it away, or choose another name") from err
     except (OSError, ValueError) as err:
-        raise ConfigError(f"cannot write {escape(str(path))}: {reason(err)}") from err
+        raise ConfigError(
+            f"cannot write {escape(str(path))}: {reason(err)}", hint="choose another name with -o"
+        ) from err
     try:
         yield
     except BaseException:
@@ -132,7 +135,7 @@ def read_secret_keys(paths: list[Path], passphrase_file: Path | None) -> list[Se
 def _read_secret_key(path: Path, passphrase_file: Path | None) -> SecretKey:
     from safeload.trust.keys import SecretKey
 
-    pem = _read(path, _MAX_KEY_FILE_BYTES, "a key")
+    pem = _read(path, _MAX_KEY_FILE_BYTES, "a key", "check the path; `safeload keygen -o KEY` makes a key pair")
     passphrase = _passphrase_for(path, passphrase_file) if _ENCRYPTED in pem else None
     try:
         return SecretKey.from_pem(pem, passphrase)
@@ -163,7 +166,7 @@ def _new_passphrase(passphrase_file: Path | None) -> bytes:
         raise ConfigError("the passphrase is empty", hint="pass --no-passphrase for a key that is not encrypted")
     passphrase = _not_short(first.encode())
     if first != getpass.getpass("the same again: "):
-        raise ConfigError("the two passphrases differ; nothing was written")
+        raise ConfigError("the two passphrases differ; nothing was written", hint="run it again")
     return passphrase
 
 
@@ -180,18 +183,22 @@ def _not_short(passphrase: bytes) -> bytes:
 
 def _passphrase_in(path: Path) -> bytes:
     """The first line of the file, without its line end: editors add one, and nobody types it."""
-    passphrase = _read(path, _MAX_PASSPHRASE_BYTES, "a passphrase").removesuffix(b"\n").removesuffix(b"\r")
+    content = _read(path, _MAX_PASSPHRASE_BYTES, "a passphrase", "check the path that --passphrase-file names")
+    passphrase = content.removesuffix(b"\n").removesuffix(b"\r")
     if not passphrase or b"\n" in passphrase:
-        raise ConfigError(f"{escape(str(path))}: expected one line with the passphrase")
+        raise ConfigError(
+            f"{escape(str(path))}: expected one line with the passphrase",
+            hint="put the passphrase into its first line, and nothing else into the file",
+        )
     return passphrase
 
 
-def _read(path: Path, limit: int, what: str) -> bytes:
+def _read(path: Path, limit: int, what: str, hint: str) -> bytes:
     try:
         with path.open("rb") as file:
             content = file.read(limit + 1)
     except (OSError, ValueError) as err:
-        raise ConfigError(f"cannot read {escape(str(path))}: {reason(err)}") from err
+        raise ConfigError(f"cannot read {escape(str(path))}: {reason(err)}", hint=hint) from err
     if len(content) > limit:
-        raise ConfigError(f"{escape(str(path))} is too long to be {what}")
+        raise ConfigError(f"{escape(str(path))} is too long to be {what}", hint=hint)
     return content

@@ -15,6 +15,11 @@ from safeload.errors import ConfigError, escape
 DEFAULT_POLICY_NAME = "numpy-quantized"
 
 
+_EXPECTED = "What the manifest has to be"
+_SIGSTORE = "A bundle that Sigstore vouches for"
+"""Panels of help: of the options that a first run has no use for."""
+
+
 class _PlainHelp:
     """Makes help show a flag without a type, and an argument as it is declared; typer would show `<list[Path]>`."""
 
@@ -40,6 +45,8 @@ class Group(_PlainHelp, TyperGroup):
 def _require_directory(path: Path) -> Path:
     if os.path.isfile(path):  # noqa: PTH113 - `Path.is_file` raises where we may not look; opening it says that better
         raise ConfigError(f"{escape(str(path))} is a file", hint="name the directory")
+    if not os.path.lexists(path):
+        raise ConfigError(f"there is no directory {escape(str(path))}", hint="check the path")
     return path
 
 
@@ -85,29 +92,54 @@ BundleTrust = Annotated[
     ),
 ]
 SigstoreWho = Annotated[
-    str | None, typer.Option("--sigstore-identity", metavar="WHO", help="for a bundle: who signed it without a key")
+    str | None,
+    typer.Option(
+        "--sigstore-identity",
+        metavar="WHO",
+        help="for a bundle: who signed it without a key",
+        rich_help_panel=_SIGSTORE,
+    ),
 ]
 SigstoreIssuer = Annotated[
-    str | None, typer.Option("--sigstore-issuer", metavar="URL", help="who vouches for that identity")
+    str | None,
+    typer.Option("--sigstore-issuer", metavar="URL", help="who vouches for that identity", rich_help_panel=_SIGSTORE),
 ]
 SigstoreRoot = Annotated[
-    Path | None, typer.Option("--sigstore-root", metavar="FILE", help="Sigstore's trusted_root.json; never fetched")
+    Path | None,
+    typer.Option(
+        "--sigstore-root",
+        metavar="FILE",
+        help="Sigstore's trusted_root.json; never fetched",
+        rich_help_panel=_SIGSTORE,
+    ),
 ]
 Pin = Annotated[
     str | None,
     typer.Option(
-        "--pin", metavar="sha256:HEX", help="accept this one manifest only, by its digest; the strongest check"
+        "--pin",
+        metavar="sha256:HEX",
+        help="accept this one manifest only, by its digest; the strongest check",
+        rich_help_panel=_EXPECTED,
     ),
 ]
 TrustPin = Annotated[
     str | None,
-    typer.Option("--trust-pin", metavar="sha256:HEX", help="accept this one trust store only, by its digest"),
+    typer.Option(
+        "--trust-pin",
+        metavar="sha256:HEX",
+        help="accept this one trust store only, by its digest",
+        rich_help_panel=_EXPECTED,
+    ),
 ]
 ExpectedModel = Annotated[
-    str | None, typer.Option("--model", metavar="NAME", help="the model that the manifest has to be of")
+    str | None,
+    typer.Option("--model", metavar="NAME", help="the model that the manifest has to be of", rich_help_panel=_EXPECTED),
 ]
 ExpectedRevision = Annotated[
-    str | None, typer.Option("--revision", metavar="REV", help="the revision that the manifest has to be of")
+    str | None,
+    typer.Option(
+        "--revision", metavar="REV", help="the revision that the manifest has to be of", rich_help_panel=_EXPECTED
+    ),
 ]
 History = Annotated[
     Path | None,
@@ -116,11 +148,12 @@ History = Annotated[
         metavar="FILE",
         help="remember here what was accepted, and refuse older manifests; made where there is none",
         show_default=False,
+        rich_help_panel=_EXPECTED,
     ),
 ]
 Purpose = Annotated[
     Literal["inference", "training"] | None,
-    typer.Option("--for", help="refuse a checkpoint that lacks what this needs"),
+    typer.Option("--for", help="refuse a checkpoint that lacks what this needs", rich_help_panel=_EXPECTED),
 ]
 PassphraseFile = Annotated[
     Path | None,

@@ -10,7 +10,7 @@ import typer
 
 from safeload.cli import options
 from safeload.cli.output import Output
-from safeload.errors import ConfigError, PolicyError, RejectedError, escape
+from safeload.errors import ConfigError, PolicyError, RejectedError, VerificationError, escape
 from safeload.rendering import text
 from safeload.rendering.text import shown
 from safeload.report import SCHEMA_VERSION, Report, finding_json
@@ -92,13 +92,15 @@ def _inventory(out: Output, target: str, policy: str) -> Inventory:
     from safeload import planning
 
     if _is_grok1(target):
+        from safeload.formats.pickles.writing import shard_layout
         from safeload.grok1 import shard_table
 
         tensors = tuple(
-            planning.PlannedTensor(f"{shard.parameter}/{name}" if name else shard.parameter, shard.parameter, *where)
+            planning.PlannedTensor(
+                f"{shard.parameter}/{spec.name}" if spec.name else shard.parameter, shard.parameter, shard.file, spec
+            )
             for shard in shard_table()
-            for name, (dtype, shape) in shard.tensors.items()
-            for where in [(shard.file, dtype, shape)]
+            for spec in shard_layout(shard.tensors).tensors
         )
         files = tuple(planning.PlannedFile(shard.file, shard.size, has_chunks=True) for shard in shard_table())
         return planning.Inventory("the published Grok-1, by its table of shapes", tensors, files)
@@ -107,10 +109,19 @@ def _inventory(out: Output, target: str, policy: str) -> Inventory:
 
     from safeload.manifest import Manifest
     from safeload.trust.dsse import Envelope
+    from safeload.trust.oms import is_bundle
     from safeload.verifying import read_manifest
 
-    envelope, _ = read_manifest(Path(target))
-    manifest = Manifest.parse(Envelope.parse(envelope).payload)
+    envelope, source = read_manifest(Path(target))
+    if is_bundle(envelope):
+        raise ConfigError(
+            f"{escape(source)} is a bundle, which lists no sizes and no tensors: nothing can be planned by it",
+            hint="name the directory that it is for, or a manifest that `safeload sign` made of it",
+        )
+    try:
+        manifest = Manifest.parse(Envelope.parse(envelope).payload)
+    except VerificationError as err:
+        raise type(err)(*(finding.in_file(source) for finding in err.findings)) from err
     return planning.inventory_of_manifest(manifest, source=f"{shown(target)}, whose signature was not checked")
 
 
@@ -179,6 +190,9 @@ def _show(out: Output, made: LoadPlan, *, verbose: bool) -> None:
     out.line(f"each device  {made.device_bytes:,} bytes ({human_size(made.device_bytes)}){room}; tensors only")
     bound = "all files at once; --memory-budget bounds it" if made.memory_budget is None else "by the memory budget"
     out.line(f"host         at most {human_size(made.host_peak_bytes)} to stage in on one that loads all: {bound}")
+    least = made.least_budget
+    on_host = f"; {least.on_host:,} where the devices are the host's own processors" if least.copies else ""
+    out.line(f"least budget {least.nbytes:,} bytes ({human_size(least.nbytes)}) to load with this mesh{on_host}")
     if made.rates is not None and made.seconds is not None:
         rates = made.rates
         out.line(

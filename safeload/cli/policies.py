@@ -14,11 +14,11 @@ app = typer.Typer(cls=options.Group, help="List, show and compare policies.", no
 
 
 @app.command("list", cls=options.Command)
-def list_policies(json: options.Json = False, verbose: options.Verbose = False) -> int:
+def list_policies(json: options.Json = False) -> int:
     """List the shipped policies."""
     from safeload.policy import load_policy, shipped_policies
 
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     policies = [load_policy(name) for name, _ in shipped_policies()]
     out.object(
         {
@@ -36,12 +36,11 @@ def list_policies(json: options.Json = False, verbose: options.Verbose = False) 
 def show(
     name: str = typer.Argument(metavar="NAME", help="a shipped policy's name, or a path", show_default=False),
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Print what a policy comes to (stdout) and its digest (stderr): its file, or the result of what it extends."""
     from safeload.policy import Policy, policy_text
 
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     content, source = policy_text(name)
     # Parsed even where only the text is shown: a file that is no policy must not look like one.
     policy = Policy.parse(content, source=source)
@@ -67,12 +66,11 @@ def diff(
     old: str = typer.Argument(metavar="OLD", help="a shipped policy's name, or a path", show_default=False),
     new: str = typer.Argument(metavar="NEW", help="another", show_default=False),
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Say what NEW allows and OLD does not, and the other way round. Rejected if NEW is anywhere wider."""
     from safeload.policy import load_policy
 
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     before, after = load_policy(old), load_policy(new)
     wider, narrower = after.additions_to(before), before.additions_to(after)
     for sign, entries in (("+", wider), ("-", narrower)):

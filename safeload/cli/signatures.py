@@ -47,7 +47,7 @@ def parse_expiry(text: str | None) -> datetime | None:
     """Return the last second of a day, or the instant that is named.
 
     Raises:
-        ConfigError: It is no date of ISO 8601.
+        ConfigError: It is no date of ISO 8601, or is over.
     """
     if text is None:
         return None
@@ -59,7 +59,13 @@ def parse_expiry(text: str | None) -> datetime | None:
         ) from err
     if len(text) == len("2027-12-31"):
         moment = moment.replace(hour=23, minute=59, second=59)
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    if moment <= datetime.now(UTC):
+        raise ConfigError(
+            f"--expires: expected a time to come, found {escape(text)}",
+            hint="name the last day on which the manifest shall be current",
+        )
+    return moment
 
 
 def write_payload(out: Output, output: Path, manifest: Manifest, report: Report) -> int:
@@ -96,10 +102,9 @@ def attach_signature(
         Path, typer.Option("-o", "--output", metavar="MANIFEST", help="the manifest to write", show_default=False)
     ],
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Put a signature that was made elsewhere to what it was made over. One that does not fit is refused."""
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     require_absent(output)
 
     from safeload.digests import sha256_hex

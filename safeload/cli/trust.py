@@ -32,6 +32,9 @@ app = typer.Typer(
 _MAX_KEY_FILE_BYTES = 64 * 1024
 """A public key of P-521 takes 270 bytes in PEM; a longer file is none."""
 
+_MANIFEST_DIGEST = "`safeload verify` shows the digest of a manifest that it accepts"
+_TIME = "such as 2027-06-30T00:00:00Z"
+
 _Store = Annotated[Path, typer.Argument(metavar="STORE", help="the trust store", show_default=False)]
 _New = Annotated[
     Path, typer.Option("-o", "--output", metavar="NEW", help="the trust store to make", show_default=False)
@@ -49,11 +52,13 @@ _PublisherKeys = Annotated[
 ]
 _NotBefore = Annotated[
     str | None,
-    typer.Option("--not-before", metavar="TIME", help="when the named keys begin to count", show_default=False),
+    typer.Option(
+        "--not-before", metavar="TIME", help=f"when the named keys begin to count, {_TIME}", show_default=False
+    ),
 ]
 _NotAfter = Annotated[
     str | None,
-    typer.Option("--not-after", metavar="TIME", help="when the named keys stop to count", show_default=False),
+    typer.Option("--not-after", metavar="TIME", help=f"when the named keys stop to count, {_TIME}", show_default=False),
 ]
 
 
@@ -81,15 +86,14 @@ def init(
     not_after: _NotAfter = None,
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
-    """Make version 1 of a trust store. TIME is like 2027-06-30T00:00:00Z.
+    """Make version 1 of a trust store.
 
     Keep the root's keys apart from the publishers', and offline: they are needed for changes only.
     """
     from safeload.trust.store import Publisher, Root, TrustStore
 
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     require_absent(output)
     roots, publishers = _public_keys(root), _public_keys(publisher_key)
     keys = {**publishers, **roots}
@@ -105,9 +109,9 @@ def init(
 
 
 @app.command(cls=options.Command)
-def show(store: _Store, json: options.Json = False, verbose: options.Verbose = False) -> int:
+def show(store: _Store, json: options.Json = False) -> int:
     """Show who is trusted, and the digest to pin. Rejected if the root's signatures are not complete."""
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     data, now = _read(store), _now()
     signed = _signed(store, data) if _is_envelope(data) else None
     shown = _parsed(store, data) if signed is None else signed.store
@@ -158,12 +162,11 @@ def add(
     not_after: _NotAfter = None,
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
-    """Make the next version of a trust store, in which more is trusted. TIME is like 2027-06-30T00:00:00Z."""
+    """Make the next version of a trust store, in which more is trusted."""
     from safeload.trust.store import Root
 
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     require_absent(output)
     old, old_root = _rooted(store)
     named_root, named_keys = _public_keys(root or ()), _public_keys(publisher_key or ())
@@ -205,7 +208,9 @@ def revoke(
     sign: _Sign,
     key: Annotated[
         list[str] | None,
-        typer.Option("--key", metavar="KEYID", help="a key to take back; repeatable", show_default=False),
+        typer.Option(
+            "--key", metavar="KEYID", help="a key to take back, or its KEY.pub; repeatable", show_default=False
+        ),
     ] = None,
     manifest: Annotated[
         list[str] | None,
@@ -213,11 +218,12 @@ def revoke(
     ] = None,
     since: Annotated[
         str | None,
-        typer.Option("--since", metavar="TIME", help="when the key was lost, for the record", show_default=False),
+        typer.Option(
+            "--since", metavar="TIME", help=f"when the key was lost, for the record, {_TIME}", show_default=False
+        ),
     ] = None,
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Make the next version of a trust store, in which keys or manifests do not count any more.
 
@@ -225,16 +231,19 @@ def revoke(
     """
     from safeload.trust.store import Revocation
 
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     require_absent(output)
     old, _ = _rooted(store)
     if not key and not manifest:
-        raise ConfigError("nothing to revoke", hint="name it with --key KEYID or --manifest SHA256")
+        raise ConfigError("nothing to revoke", hint="name it with --key KEYID, --key KEY.pub or --manifest SHA256")
     revocation = Revocation(why, None if since is None else _instant(since, "--since"))
     new = replace(
         _next(old),
-        revoked_keys={**old.revoked_keys, **{_digest(each, "--key"): revocation for each in key or ()}},
-        revoked_manifests={**old.revoked_manifests, **{_digest(each, "--manifest"): why for each in manifest or ()}},
+        revoked_keys={**old.revoked_keys, **{_keyid(each): revocation for each in key or ()}},
+        revoked_manifests={
+            **old.revoked_manifests,
+            **{_digest(each, "--manifest", hint=_MANIFEST_DIGEST): why for each in manifest or ()},
+        },
     )
     return _make(out, output, _changed(old, new), read_secret_keys(sign, passphrase_file), old)
 
@@ -247,12 +256,11 @@ def sign(
     ],
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Add a root key's signature to a trust store that others have signed. Look at it with `trust show` before."""
     from safeload.files import publish
 
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     _signed(store, _read(store))  # Whoever named the wrong file should hear it before they type a passphrase.
     secrets = read_secret_keys(key, passphrase_file)
     with _locked(store):
@@ -268,14 +276,13 @@ def update(
         list[Path], typer.Argument(metavar="NEW...", help="the versions that follow, in order", show_default=False)
     ],
     json: options.Json = False,
-    verbose: options.Verbose = False,
 ) -> int:
     """Replace a trust store by a later version, if its root and that of every version between signed the next."""
     from safeload.files import publish
     from safeload.trust.store import SignedStore
     from safeload.trust.store import update as updated
 
-    out = Output(json=json, verbose=verbose)
+    out = Output(json=json)
     offered = [_read(path) for path in new]
     with _locked(store):
         old, _ = _rooted(store)
@@ -338,7 +345,9 @@ def _epochs(old: TrustStore, given: Iterable[str]) -> dict[str, int]:
     for each in given:
         stream, _, number = each.rpartition("=")
         if not stream or not (number.isascii() and number.isdigit()):
-            raise ConfigError(f"--epoch: expected STREAM=N, found {escape(each)}")
+            raise ConfigError(
+                f"--epoch: expected STREAM=N, found {escape(each)}", hint="such as --epoch xai-org/grok-1=2"
+            )
         found[stream] = int(number)
         if found[stream] <= old.epochs.get(stream, 1):
             raise ConfigError(
@@ -575,12 +584,23 @@ def _public_keys(paths: Iterable[Path]) -> Mapping[str, PublicKey]:
     return found
 
 
-def _digest(text: str, option: str) -> str:
+def _keyid(text: str) -> str:
+    """Return the keyid that is named, or that of the public key in the file that is named."""
+    from safeload.digests import SHA256_HEX
+
+    if SHA256_HEX.fullmatch(text.removeprefix("sha256:")) is None and os.path.lexists(text):
+        return next(iter(_public_keys([Path(text)])))
+    return _digest(
+        text, "--key", hint="`safeload trust show STORE` lists keyids; KEY.pub, the key's file, does as well"
+    )
+
+
+def _digest(text: str, option: str, *, hint: str | None = None) -> str:
     from safeload.digests import SHA256_HEX
 
     digest = text.removeprefix("sha256:")
     if SHA256_HEX.fullmatch(digest) is None:
-        raise ConfigError(f"{option}: expected 64 lower-case hexadecimal digits, found {escape(text)}")
+        raise ConfigError(f"{option}: expected 64 lower-case hexadecimal digits, found {escape(text)}", hint=hint)
     return digest
 
 
@@ -599,7 +619,10 @@ def _instant(text: str, option: str) -> datetime:
     try:
         return parse_instant(text)
     except ValueError as err:
-        raise ConfigError(f"{option}: expected a time like 2027-06-30T00:00:00Z, found {escape(text)}") from err
+        raise ConfigError(
+            f"{option}: expected a time like 2027-06-30T00:00:00Z, found {escape(text)}",
+            hint="write it in UTC, to the second",
+        ) from err
 
 
 def _now() -> datetime:

@@ -14,11 +14,13 @@ class Kind:
         name: Short name for reports ("zip", "gzip").
         noun: What to call it in a sentence.
         advice: What to do about a file of this kind, which this version does not load.
+        is_plain: Whether it is data to everybody, such as a picture: a policy may admit it as opaque.
     """
 
     name: str
     noun: str
     advice: str
+    is_plain: bool = False
 
 
 _UNPACK = "unpack it, and verify and scan what comes out"
@@ -26,6 +28,7 @@ _CONVERT = "safeload does not read it; convert it to safetensors with the softwa
 _REMOVE = "it does not belong in a checkpoint; move it out of the directory"
 _TENSORS = "it holds tensors, and belongs under a name that no pattern of [[files.inert]] fits"
 _GRAPH = "a graph is a program that TensorFlow runs; the weights do not need it: move it out of the directory"
+_PICTURE = "move it out of the directory, or admit its name with content opaque under [[files.inert]] of a policy"
 _ORBAX = "verify the directory under policy orbax, which takes its files for opaque data, and let orbax read a copy"
 
 _MAGIC: tuple[tuple[int, bytes, Kind], ...] = (
@@ -69,6 +72,11 @@ _MAGIC: tuple[tuple[int, bytes, Kind], ...] = (
     (0, b"%PDF-", Kind("pdf", "a PDF document", _REMOVE)),
     (0, b"-----BEGIN ", Kind("pem", "a PEM file (a key or a certificate)", "keep keys apart from what they sign")),
     (0, b"#!", Kind("script", "a script", _REMOVE)),
+    (0, b"\x89PNG\r\n\x1a\n", Kind("picture", "a picture (PNG)", _PICTURE, is_plain=True)),
+    (0, b"GIF8", Kind("picture", "a picture (GIF)", _PICTURE, is_plain=True)),
+    (0, b"\xff\xd8\xff", Kind("picture", "a picture (JPEG)", _PICTURE, is_plain=True)),
+    (8, b"WEBP", Kind("picture", "a picture (WebP)", _PICTURE, is_plain=True)),
+    (0, b"\0\0\0\1Bud1", Kind("ds-store", "a .DS_Store of macOS", "delete it: it says how a folder was shown")),
     (
         0,
         b"version https://git-lfs",

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from safeload.errors import Finding, FormatError, LimitError
+from safeload.errors import Finding, FormatError, LimitError, RejectedError, escape
 from safeload.formats import MemorySource, Parsed, Source
 from safeload.formats.detection import HEAD_BYTES, detect
+from safeload.formats.pickles.constructors import NAME
 from safeload.formats.pickles.machine import Machine, parse_pickle
 from safeload.policy import Policy
 
@@ -30,8 +31,9 @@ def check_inert(source: Source, content: Literal["json", "text", "opaque", "stor
     Args:
         source: The file's bytes.
         content: "json": UTF-8 and one JSON value; "text": UTF-8 without control characters; "opaque": any bytes
-            that are not those of a pickle, nor begin as an archive or a program does; "store": the same of the
-            beginning of a file of any size, which may be a part of TensorStore's OCDBT or compressed by zstd.
+            that are not those of a pickle, nor begin as an archive or a program does (a picture may); "store": the
+            same of the beginning of a file of any size, which may be a part of TensorStore's OCDBT or compressed by
+            zstd.
         policy: Its limits bound the size.
     """
     if content == "store":
@@ -46,7 +48,7 @@ def check_inert(source: Source, content: Literal["json", "text", "opaque", "stor
         return Parsed(refusal=LimitError(finding))
     data = source.read(0, source.size)
     kind = detect(data[:HEAD_BYTES], source.size)
-    if kind is not None:
+    if kind is not None and not (kind.is_plain and content == "opaque"):
         hint = kind.advice or "a pickle belongs in a file of tensors, where it is scanned as one"
         return _refuse("name-contradicts-content", f"expected {_NOUN[content]}, found {kind.noun}", hint=hint)
     refused = Parsed() if content == "opaque" else _check_text(data, content, limit=policy.limits.max_values)
@@ -56,7 +58,7 @@ def check_inert(source: Source, content: Literal["json", "text", "opaque", "stor
 def _check_stored(source: Source, policy: Policy) -> Parsed:
     data = source.read(0, _PREFIX_BYTES)
     kind = detect(data[:HEAD_BYTES], source.size)
-    if kind is None:
+    if kind is None or kind.is_plain:
         if not data or is_no_pickle(data, policy, whole=source.size <= _PREFIX_BYTES):
             return Parsed()
         message = "expected a part of an array store, found what some readers would run as a pickle"
@@ -64,6 +66,26 @@ def _check_stored(source: Source, policy: Policy) -> Parsed:
     if kind.name in _STORED:
         return Parsed()
     return _refuse("name-contradicts-content", f"expected a part of an array store, found {kind.noun}", 0)
+
+
+class _DuplicateKeyError(Exception):
+    """Raised inside of `json.loads`, and caught around it."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        super().__init__(key)
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON, each of whose keys has one value: RFC 8259 leaves it open which of two counts."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _DuplicateKeyError(key)
+            seen.add(key)
+    return made
 
 
 _NOUN = {"json": "JSON", "text": "text", "opaque": "a tokenizer or other plain data"}
@@ -87,7 +109,10 @@ def _check_text(data: bytes, content: Literal["json", "text"], *, limit: int) ->
             message = f"JSON of up to {n_values:,} values; the policy allows {limit:,} (`max_values`)"
             return Parsed(refusal=LimitError(Finding("limit-exceeded", message)))
         try:
-            json.loads(body)
+            json.loads(body, object_pairs_hook=_without_duplicates)
+        except _DuplicateKeyError as err:
+            message = f"expected each key once in an object, found {escape(err.key, limit=80)!r} twice"
+            return _refuse("duplicate-key", message, hint="leave one of the two: readers differ in which they take")
         except json.JSONDecodeError as err:
             message = f"expected JSON, found: {err.msg} in line {err.lineno}"
             return _refuse("name-contradicts-content", message, offset(err.pos))
@@ -152,6 +177,21 @@ def may_be_pickle(head: bytes, policy: Policy, *, whole: bool) -> bool:
     return not harmless and (stop.offset or 0) >= _LENGTH_BYTES
 
 
+def stopped_at_once(machine: Machine, refusal: RejectedError) -> bool:
+    """Whether what was run as a pickle is rather none: nothing was named, nothing called, and no value came of it.
+
+    It is refused either way. This tells the two reasons apart that a person may be given: "this pickle is broken or
+    hostile", and "this is no format that is known".
+
+    Args:
+        machine: What ran it.
+        refusal: What it ended with.
+    """
+    named = any(all(NAME.fullmatch(part) for part in f"{m}.{name}".split(".")) for m, name in machine.globals)
+    last = refusal.findings[-1]
+    return not named and not machine.refused_calls and (last.code in _NO_SIGN_OF_A_PICKLE or last.offset == 0)
+
+
 _LENGTH_BYTES = 8
 """Length of the number that a safetensors file begins with."""
 
@@ -169,6 +209,25 @@ _NO_PICKLE_TO_ANY_READER = {
     "unknown-opcode",
 }
 """Where CPython stops as well. At everything else only this machine may have stopped, because it is stricter."""
+
+
+_NO_SIGN_OF_A_PICKLE = _NO_PICKLE_TO_ANY_READER | {
+    "ambiguous-number",
+    "ambiguous-text",
+    "bad-append",
+    "bad-build",
+    "bad-call",
+    "bad-global",
+    "bad-items",
+    "bad-length",
+    "bad-memo-index",
+    "bad-setitem",
+    "bad-stop",
+    "global-not-allowed",
+    "integer-too-long",
+    "not-utf-8",
+}
+"""What a text, or any bytes, that are run as opcodes end with."""
 
 
 class _AnyProtocol(Machine):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from safeload.rendering.rules import is_known, known_reasons, rule_of
-from safeload.rendering.text import count, printable, shown
+from safeload.rendering.text import count, one_line, printable, shown
 from safeload.report import Report
 
 MAX_ANNOTATIONS = 50
@@ -24,7 +24,7 @@ def annotation_lines(report: Report) -> Iterator[str]:
         level = "warning" if is_known(finding, reasons) else "error"
         place = "" if finding.file is None else f"file={_value(shown(finding.file))},"
         where = "" if finding.offset is None else f" (at byte {finding.offset})"
-        hint = "" if finding.hint is None else f"; {printable(finding.hint)}"
+        hint = "" if finding.hint is None else f"; {one_line(finding.hint)}"
         text = f"{printable(finding.message)}{where}{hint} [{finding.code}]"
         yield f"::{level} {place}title={_value(rule_of(finding.code).title)}::{_data(text)}"
     left = len(findings) - MAX_ANNOTATIONS

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from safeload.errors import Finding
 from safeload.rendering.rules import is_known, known_reasons, rule_of
-from safeload.rendering.text import count, printable, shape_text, shown
+from safeload.rendering.text import count, one_line, printable, shape_text, shown
 from safeload.rendering.treemap import Tile, tiles
 from safeload.report import FileReport, Report
 from safeload.sizes import human_size
@@ -247,7 +247,7 @@ def _finding(finding: Finding, reasons: Mapping[tuple[str, str], str], told: set
     rule = rule_of(finding.code)
     lines = [f'<p class="finding"><code>{_words(finding.code)}</code> {_words(finding.message)}{where}</p>']
     if finding.hint is not None:
-        lines.append(f'<p class="hint">{_words(finding.hint)}</p>')
+        lines.append(f'<p class="hint">{_words(one_line(finding.hint))}</p>')
     if is_known(finding, reasons):
         lines.append(f'<p class="hint">Known: {_words(reasons[finding.file or "", finding.code])}</p>')
     if rule.kind not in told:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from safeload.errors import Finding
 from safeload.rendering.json import object_json
 from safeload.rendering.rules import is_known, known_reasons, rule_of
-from safeload.rendering.text import printable, shown
+from safeload.rendering.text import one_line, printable, shown
 from safeload.report import FileReport, Report
 
 _SCHEMA: Final = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -78,7 +78,7 @@ def _result(
 ) -> dict[str, Any]:
     known = is_known(finding, reasons)
     where = "" if finding.offset is None else f" (at byte {finding.offset})"
-    hint = "" if finding.hint is None else f" Hint: {printable(finding.hint)}."
+    hint = "" if finding.hint is None else f" Hint: {one_line(finding.hint)}."
     name = f"{shown(finding.file)}: " if finding.file is not None else ""
     digest = (file.sha256 if file is not None else None) or ""
     identity = "\0".join([finding.code, finding.file or "", digest, str(finding.offset)])

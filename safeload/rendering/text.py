@@ -31,11 +31,13 @@ def shown(name: str) -> str:
 
 
 def printable(message: str) -> str:
-    """Return a sentence of ours on one line. What it quotes is escaped where it was made; this is the second net.
+    """Return a sentence of ours on one line. What it quotes is escaped where it was made; this is the second net."""
+    return "".join(c if c.isprintable() else escape(c) for c in message)
 
-    Lines to paste, which a hint may end with, become one line: see `hint_lines` for where there is room for them.
-    """
-    return "".join(c if c.isprintable() else " " if c == "\n" else escape(c) for c in message)
+
+def one_line(hint: str) -> str:
+    """Return a hint on one line, with the lines to paste that it may end with: for where there is no room for them."""
+    return " ".join(map(printable, hint.split("\n")))
 
 
 def hint_lines(hint: str) -> Iterator[str]:

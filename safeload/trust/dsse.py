@@ -23,6 +23,12 @@ _MAX_VALUES = 65_536
 """An envelope has few values whatever its length; this is checked while nothing in it is authentic yet. It leaves room
 for telling somebody with 10,000 signatures that they are too many."""
 
+_HTML = (b"<!doctype html", b"<html")
+_HEAD_BYTES = 1024
+"""How far in a page may begin, after white space."""
+
+_MAKE_ONE = "make one with `safeload sign DIR --key KEY -o MANIFEST`"
+
 _URL_SAFE = str.maketrans("-_", "+/")
 
 
@@ -61,6 +67,9 @@ class Envelope:
             ManifestError: It is too long, no strict JSON, no envelope, or has more than `MAX_SIGNATURES`.
             SignatureError: Its list of signatures is empty.
         """
+        if data[:_HEAD_BYTES].lstrip().lower().startswith(_HTML):
+            # Named first: whatever breaks JSON in a page would be the wrong thing to look at.
+            _refuse("expected JSON, found an HTML page", hint="a server's error page? get the manifest again")
         try:
             value = strict_json.loads(data, max_bytes=MAX_ENVELOPE_BYTES, max_depth=_MAX_DEPTH, max_values=_MAX_VALUES)
         except ManifestError as err:
@@ -75,7 +84,7 @@ class Envelope:
                 Finding(
                     "no-signatures",
                     "expected at least one signature, found none",
-                    hint="sign it with `safeload sign DIR --key KEY`",
+                    hint="sign it with `safeload sign DIR --key KEY -o MANIFEST`",
                 )
             )
         if len(signatures) > MAX_SIGNATURES:
@@ -159,12 +168,14 @@ def _base64_field(value: dict[str, object], name: str) -> bytes:
         _refuse(f'"{name}": {escape(str(err))}', None, err)
 
 
-def _refuse(message: str, offset: int | None = None, cause: Exception | None = None) -> NoReturn:
+def _refuse(
+    message: str, offset: int | None = None, cause: Exception | None = None, *, hint: str = _MAKE_ONE
+) -> NoReturn:
     raise ManifestError(
         Finding(
             "bad-envelope",
             f"not a signed manifest (a DSSE envelope): {message}",
             offset=offset,
-            hint="make one with `safeload sign DIR --key KEY`",
+            hint=hint,
         )
     ) from cause

@@ -39,7 +39,7 @@ PUBLIC_PEM_MARK: Final = b"-----BEGIN PUBLIC KEY-----"
 _SECRET_PEM_MARKS: Final = (b"-----BEGIN PRIVATE KEY-----", b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
 _ANY_SECRET: Final = b"PRIVATE KEY-----"
 
-_MAKE_A_KEY: Final = "make a key pair with `safeload keygen`"
+_MAKE_A_KEY: Final = "make a key pair with `safeload keygen -o KEY`"
 
 _P: Final = 2**255 - 19
 """The field of edwards25519 (RFC 8032, 5.1)."""
@@ -175,14 +175,15 @@ class SecretKey:
         if pem.count(b"-----BEGIN ") != 1 or not (plain or encrypted):
             raise ConfigError("expected one PEM block with a PKCS #8 private key", hint=_MAKE_A_KEY)
         if encrypted and passphrase is None:
-            raise ConfigError("the private key is encrypted, and no passphrase was given")
+            raise ConfigError("the private key is encrypted, and no passphrase was given", hint="give its passphrase")
         if plain and passphrase is not None:
-            raise ConfigError("a passphrase was given, but the private key is not encrypted")
+            raise ConfigError("a passphrase was given, but the private key is not encrypted", hint="give none")
         try:
             key = load_pem_private_key(pem, passphrase)
         except (ValueError, TypeError, UnsupportedAlgorithm) as err:
             reason = "the passphrase is wrong, or the file is damaged" if encrypted else "the file is damaged"
-            raise ConfigError(f"the private key cannot be read: {reason}") from err
+            hint = "try the passphrase again; nobody can recover it" if encrypted else "take a copy of it"
+            raise ConfigError(f"the private key cannot be read: {reason}", hint=hint) from err
         if isinstance(key, Ed25519PrivateKey) or (
             isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name in _KIND_BY_CURVE
         ):

@@ -289,7 +289,9 @@ class TrustStore:
             ConfigError: It has no root, no date or no version, or what it says does not read back as what it is.
         """
         if self.root is None or self.issued is None or self.version < 1:
-            raise ConfigError("expected a trust store with a root, a date and a version", hint="see `trust init`")
+            raise ConfigError(
+                "expected a trust store with a root, a date and a version", hint="see `safeload trust init --help`"
+            )
         payload = json.dumps(_as_json(self), ensure_ascii=False).encode("utf-8", "surrogatepass")
         try:
             again = _parse(payload)

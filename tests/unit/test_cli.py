@@ -710,7 +710,7 @@ def test_a_crash_is_no_verdict_and_takes_one_line(run: Run, checkpoint: Path, mo
     assert (done.code, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         r"safeload: error: unexpected ZeroDivisionError: by\x1b[2J zero; please report",
-        "safeload: hint: --verbose shows where",
+        "safeload: hint: `safeload --verbose` before the command shows where",
     ]
     assert run("scan", checkpoint, "--json").json["findings"][0]["code"] == "unexpected"
     assert "Traceback" in run("scan", checkpoint, "--verbose").stderr

@@ -337,11 +337,13 @@ def test_ctrl_c_ends_a_fetch_from_a_server_that_says_nothing(signed: Signed, tmp
         url = f"http://{HOST}:{silent.getsockname()[1]}/x"
         more = ["--unsigned"] if unsigned else [str(option) for option in signed.options]
         command = [sys.executable, "-m", "safeload", "fetch", url, str(tmp_path / "ckpt"), *more, *PRIVATE]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            with silent.accept()[0]:
-                before = time.monotonic()
-                process.send_signal(signal.SIGINT)
-                _, told = process.communicate(timeout=60)
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+            silent.accept()[0],
+        ):
+            before = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
     assert time.monotonic() - before < 5  # and not the half minute that a server may take
     assert (process.returncode, told) == (2, "safeload: interrupted\n")
     assert not (tmp_path / "ckpt").exists()
@@ -557,3 +559,13 @@ def test_on_a_terminal_there_is_a_bar_for_each_file(monkeypatch: pytest.MonkeyPa
     assert described[0] == "fetching"
     assert described[1].endswith(r"[bold]name\x1b[2J")
     assert len(described[1]) == 32
+
+
+@pytest.mark.parametrize("more", [("list",), ("purge", "--all")])
+def test_a_quarantine_of_a_directory_that_is_not_there_is_a_wrong_path(
+    run: Run, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    verb, *rest = more
+    done = run("quarantine", verb, tmp_path / "nope", *rest)
+    assert done.code == 2
+    assert "and no quarantine for it" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 
 from safeload import sign
 from safeload.diffing import ComparedTensor, Difference, compare, diff
-from safeload.errors import ConfigError, PolicyError, SignatureError
+from safeload.errors import ConfigError, ManifestError, PolicyError, SignatureError
 from safeload.formats.pickles.writing import write_shard
 from safeload.formats.safetensors_writing import write_safetensors
 from safeload.trust.keys import SecretKey
+from tests.oms_sample import bundle, resource, statement
 
 KEY = SecretKey.generate("ed25519")
 ONE, TWO, THREE = (ComparedTensor("float32", (2,), digit * 64) for digit in "123")
@@ -80,6 +82,29 @@ def test_a_manifest_is_compared_by_the_names_of_its_parameters(sides: tuple[Path
         diff(manifest, second, trust=SecretKey.generate("ed25519").public)
     with pytest.raises(ConfigError, match="only if a trusted key signed it"):
         diff(second, manifest)
+
+
+def test_what_is_no_manifest_is_named(sides: tuple[Path, Path], tmp_path: Path) -> None:
+    safetensors(sides[0], w=np.ones(1))
+    evil = tmp_path / "evil.pkl"
+    evil.write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(ManifestError) as caught:
+        diff(sides[0], evil, trust=KEY.public)
+    assert [(finding.code, finding.file) for finding in caught.value.findings] == [("bad-envelope", str(evil))]
+    stranger = tmp_path / "stranger.json"
+    stranger.write_bytes(sign(sides[0], keys=[SecretKey.generate("ed25519")], model="m", revision="1"))
+    with pytest.raises(SignatureError) as unsigned:
+        diff(sides[0], stranger, trust=KEY.public)
+    assert {finding.file for finding in unsigned.value.findings} == {str(stranger)}
+
+
+@pytest.mark.parametrize("trust", [None, KEY.public])
+def test_a_bundle_is_called_one(sides: tuple[Path, Path], tmp_path: Path, trust: Any) -> None:
+    safetensors(sides[0], w=np.ones(1))
+    path = tmp_path / "model.sig"
+    path.write_bytes(bundle(statement([resource("model.safetensors", b"x")]), KEY))
+    with pytest.raises(ConfigError, match=r"model\.sig is a bundle, which lists no tensors"):
+        diff(sides[0], path, trust=trust)
 
 
 def test_what_a_policy_refuses_is_not_compared(sides: tuple[Path, Path]) -> None:

@@ -32,7 +32,7 @@ def test_blake3_is_that_of_its_specification() -> None:
 def test_without_its_package_there_is_no_blake3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
     assert not has_blake3()
-    with pytest.raises(ConfigError, match=r"safeload\[blake3\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[blake3\]' in its repository"):
         new_hasher("blake3")
 
 

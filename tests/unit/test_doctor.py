@@ -171,7 +171,7 @@ def test_the_speed_is_that_of_the_hasher() -> None:
 def test_a_package_that_is_missing_is_no_fault_and_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     found = look("jax")
-    assert (found.level, found.value, found.hint) == ("note", "not installed", "pip install 'safeload[jax]'")
+    assert (found.level, found.value, found.hint) == ("note", "not installed", "pip install '.[jax]' in its repository")
 
 
 def test_every_extra_that_is_named_exists() -> None:

@@ -1,6 +1,7 @@
 import pickle
 import pickletools
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,3 +166,23 @@ def test_the_pickle_of_a_pytorch_file_is_explained_with_its_offsets_in_the_file(
     assert refused.offset == explained.report.findings[0].offset
     assert path.read_bytes()[refused.offset :].startswith(b"cposix\nsystem\n")
     assert "posix.system" in explained.report.globals
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["m/data.pkl", "m/constants.pkl", "m/code/a.py"], "a TorchScript archive"),
+        (["m/data.pkl", "other/x.pkl"], "not one that torch.save writes"),
+        (["notes.txt"], "no pickle was found in it"),
+    ],
+)
+def test_an_archive_that_is_not_shown_says_which_pickles_it_holds(
+    tmp_path: Path, names: list[str], reason: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
+        for name in names:
+            archive.writestr(name, b"\x80\x02N.")
+    explained = explain(tmp_path / "script.pt")
+    assert not explained.has_program
+    assert reason in explained.program
+    assert all(name in explained.program for name in names if name.endswith(".pkl"))

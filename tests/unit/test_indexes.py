@@ -13,7 +13,7 @@ import pytest
 from safeload import scanning
 from safeload.errors import FormatError
 from safeload.formats.inert import may_be_pickle
-from safeload.loading import load, verify
+from safeload.loading import check, load, verify
 from safeload.policy import DEFAULT_POLICY, load_policy
 from safeload.publishing import sign
 from safeload.report import Report
@@ -136,7 +136,7 @@ def test_a_signature_does_not_make_a_wrong_index_right(tmp_path: Path, monkeypat
     tensor_elsewhere(folder, index)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with monkeypatch.context() as patched:
-        patched.setattr("safeload.scanning.check_indexes", lambda files, _: list(files))
+        patched.setattr("safeload.scanning.check_indexes", lambda files, *_: list(files))
         envelope = sign(folder, keys=[key], model="m", revision="r")
     for use in (load, verify):
         with pytest.raises(FormatError) as caught:
@@ -242,3 +242,51 @@ def test_data_files_are_held_against_the_index_that_was_hashed(tmp_path: Path, m
     monkeypatch.setattr(scanning, "n_processors", lambda: 1)
     report = scan([data, index], digests=True)
     assert found(report) == {"m.index": "changed-while-read"}
+
+
+# ---------------------------------------------------------------- against a manifest
+
+
+def signed_shards(folder: Path) -> dict[str, Any]:
+    key = SecretKey.generate()
+    write_sharded(folder)
+    return {"manifest": sign(folder, keys=[key], model="m", revision="r"), "trust": key.public}
+
+
+def test_swapped_shards_are_named_and_no_rules_are_blamed(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "c")
+    one, two = (tmp_path / f"c/model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    # The lengths are to be equal, or only those are told.
+    two.write_bytes(safetensors({"c": (2, 3), "d": (4,)}))
+    index = json.loads((tmp_path / "c/model.safetensors.index.json").read_text())
+    index["weight_map"]["d"] = two.name
+    index["metadata"]["total_size"] = 80
+    (tmp_path / "c/model.safetensors.index.json").write_text(json.dumps(index))
+    key = SecretKey.generate()
+    options: dict[str, Any] = {
+        "manifest": sign(tmp_path / "c", keys=[key], model="m", revision="r"),
+        "trust": key.public,
+    }
+    first, second = one.read_bytes(), two.read_bytes()
+    assert len(first) == len(second)
+    one.write_bytes(second)
+    two.write_bytes(first)
+    findings = check(tmp_path / "c", **options).all_findings
+    assert [finding.code for finding in findings] == ["digest-mismatch"] * 2
+    assert [other in (f.hint or "") for f, other in zip(findings, (two.name, one.name), strict=True)] == [True, True]
+
+
+def test_what_was_signed_by_other_rules_is_still_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = signed_shards(tmp_path / "c")
+    monkeypatch.setattr(scanning, "_facts", lambda _spec: ())
+    codes = {finding.code for finding in check(tmp_path / "c", **options).all_findings}
+    assert codes == {"manifest-disagrees"}
+
+
+def test_a_shard_of_another_length_or_none_does_not_blame_the_index(tmp_path: Path) -> None:
+    options = signed_shards(tmp_path / "c")
+    shard = tmp_path / "c/model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes() + b"x")
+    assert [f.code for f in check(tmp_path / "c", **options).all_findings] == ["size-mismatch"]
+    shard.unlink()
+    assert [f.code for f in check(tmp_path / "c", **options).all_findings] == ["missing-file"]

@@ -173,3 +173,22 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed() -> None:
     policy = policy_with(limits={"max_values": 1000})
     parsed = check_inert(MemorySource(b"[" + b"0," * 1000 + b"0]"), "json", policy)
     assert type(parsed.refusal) is LimitError
+
+
+@pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n\0", b"GIF89a\0", b"\xff\xd8\xff\xe0", b"RIFF\4\0\0\0WEBP"])
+def test_a_picture_is_opaque_data_and_neither_text_nor_json(data: bytes) -> None:
+    assert not is_refused(data, "opaque")
+    assert is_refused(data, "text")
+    assert is_refused(data, "json")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"b": {"k": 1, "j": 2, "k": 1}}]', '{"a": 1, "\\u0061": 2}'])
+def test_a_key_that_is_there_twice_is_refused_in_json(text: str) -> None:
+    refusal = check_inert(MemorySource(text.encode()), "json", DEFAULT).refusal
+    assert isinstance(refusal, FormatError)
+    assert [finding.code for finding in refusal.findings] == ["duplicate-key"]
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}, {"a": 2}]', '{"a": {"a": 1}}', '{"loss": NaN, "max": Infinity}'])
+def test_what_python_writes_is_accepted_as_json(text: str) -> None:
+    assert not is_refused(text.encode(), "json")

@@ -158,7 +158,7 @@ def test_nothing_reads_the_environment() -> None:
     read = {(file, name) for file, name in uses() if name in environment}
     # The demo sets, for itself, how many devices JAX makes of this machine's CPU.
     assert read == {(file, "os.environ") for file in ("cli/completion.py", "cli/output.py", "demo.py")}
-    # By one variable a shell asks for words; a run with it prints those, and never a verdict.
+    # By one variable a shell asks for words. Only a run without arguments, which has no verdict to give, answers it.
     completion = (PACKAGE / "cli" / "completion.py").read_text(encoding="utf-8")
     assert completion.count("environ") == 1
     # What the command reads decides about color and a progress bar, and about nothing else.

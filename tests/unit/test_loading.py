@@ -360,6 +360,22 @@ def test_a_memory_budget_that_is_no_size_is_a_config_error(checkpoint: Checkpoin
         checkpoint.load(memory_budget="lots")
 
 
+@pytest.mark.parametrize("budget", [-1, 0, 1.5, True, 2**63])
+def test_a_number_that_is_no_size_is_one_as_well(checkpoint: CheckpointSimulator, budget: Any) -> None:
+    with pytest.raises(ConfigError, match="is no size"):
+        checkpoint.load(memory_budget=budget)
+
+
+@pytest.mark.parametrize("use", [loading.load, loading.load_and_report, loading.verify, loading.check])
+@pytest.mark.parametrize(("trust", "kind"), [(None, "NoneType"), (5, "int"), ([None], "NoneType"), (b"key", "int")])
+def test_what_names_nobody_to_trust_is_a_config_error(
+    checkpoint: CheckpointSimulator, use: Callable[..., Any], trust: Any, kind: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"trust: expected a public key.*found {kind}") as caught:
+        use(checkpoint.directory, manifest=checkpoint.manifest, trust=trust)
+    assert "trust='publisher.key.pub'" in str(caught.value.hint)
+
+
 def test_the_policy_holds_for_what_is_signed(checkpoint: CheckpointSimulator) -> None:
     # Who signs does not decide what the consumer is willing to load.
     for use in (checkpoint.load, checkpoint.verify):
@@ -694,7 +710,7 @@ def test_without_its_package_blake3_is_refused_before_anything_is_read(
 ) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
     monkeypatch.setattr(Root, "open", lambda *_: pytest.fail("opened a file"))
-    with pytest.raises(ConfigError, match=r"safeload\[blake3\]"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[blake3\]' in its repository"):
         checkpoint.sign(blake3=True)
 
 

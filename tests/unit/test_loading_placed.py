@@ -33,7 +33,7 @@ from safeload.errors import (
     StagingError,
 )
 from safeload.formats.safetensors_writing import write_safetensors
-from safeload.placing import Join, join_blocks
+from safeload.placing import SLACK_BYTES, Join, join_blocks
 from safeload.policy import load_policy
 from safeload.records import QuantizedWeight8bit
 from safeload.scanning import admit
@@ -156,12 +156,13 @@ def test_a_budget_that_no_file_fits_says_what_would(several: Checkpoint, mesh: M
     with pytest.raises(StagingError, match=r"takes [0-9,]+ bytes at once, and there are 1,048,576") as caught:
         several.load(shardings=place_of(mesh, "rows"), memory_budget="1MiB")
     assert "give a memory budget of" in str(caught.value.hint)
-    assert "signed with digests of its chunks" in str(caught.value.hint)
+    # A file of one chunk never has digests of its chunks: to sign it again would change nothing.
+    assert "signed with digests" not in str(caught.value.hint)
 
 
 def test_a_file_without_tensors_that_does_not_fit_says_so(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, {"README.md": b"# A model\n" * 10_000, "w": noise((4,))})
-    with pytest.raises(StagingError, match=r"README\.md takes 100,000 bytes"):
+    with pytest.raises(StagingError, match=rf"README\.md takes {100_000 + SLACK_BYTES:,} bytes"):
         checkpoint.load(shardings=lambda _path, _shape: None, memory_budget=50_000)
 
 
@@ -363,7 +364,9 @@ def test_a_large_file_of_a_bundle_is_split_into_passes_each_with_the_index(tmp_p
 
 
 def test_a_shard_larger_than_the_budget_says_what_would_fit(large: Checkpoint, mesh: Mesh) -> None:
-    with pytest.raises(StagingError, match=r"q/weight: a shard of shape \(8, 2560, 4096\) takes [0-9,]+ bytes") as err:
+    with pytest.raises(
+        StagingError, match=r"q/weight: the signed chunks that cover a shard of shape \(8, 2560, 4096\) "
+    ) as err:
         large.load(shardings=place_of(mesh, "default"), memory_budget="60MiB")
     assert "give a memory budget of" in str(err.value.hint)
 

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from safeload.digests import CHUNK_BYTES
 from safeload.errors import ConfigError, ShardingError
 from safeload.placing import (
+    SLACK_BYTES,
     Block,
     Casts,
     Join,
     block_of,
     byte_ranges,
     compile_rules,
+    copied_bytes,
     framing,
     is_contiguous,
     join_blocks,
@@ -27,6 +29,7 @@ from safeload.placing import (
     moved,
     overlap,
     preferred,
+    staged_bytes,
     whole,
     widened,
     within,
@@ -115,6 +118,41 @@ def test_ranges_cost_the_chunks_that_they_touch() -> None:
     assert widened((range(CHUNK_BYTES - 1, CHUNK_BYTES + 1),), size, has_chunks=True) == 2 * CHUNK_BYTES
     assert widened((range(size - 1, size),), size, has_chunks=True) == 10
     assert widened((range(1),), size, has_chunks=False) == size
+
+
+def test_what_is_staged_is_whole_chunks_and_each_run_of_them_has_pages_of_its_own() -> None:
+    size = 5 * CHUNK_BYTES + 10
+    assert staged_bytes(None, size, has_chunks=True) == size + SLACK_BYTES
+    assert staged_bytes((range(1),), size, has_chunks=False) == size + SLACK_BYTES
+    assert staged_bytes((range(1),), size, has_chunks=True) == CHUNK_BYTES + SLACK_BYTES
+    ends = (range(size - 1, size), range(1))
+    assert staged_bytes(ends, size, has_chunks=True) == CHUNK_BYTES + 10 + 2 * SLACK_BYTES
+    # Neighbors are one run, however far apart the bytes in them are.
+    apart = (range(1), range(2 * CHUNK_BYTES - 1, 2 * CHUNK_BYTES))
+    assert staged_bytes(apart, size, has_chunks=True) == 2 * CHUNK_BYTES + SLACK_BYTES
+
+
+@given(st.lists(st.tuples(st.integers(0, 8 * CHUNK_BYTES), st.integers(0, 3 * CHUNK_BYTES)), max_size=6))
+def test_more_ranges_never_take_less(found: list[tuple[int, int]]) -> None:
+    size = 11 * CHUNK_BYTES + 7
+    ranges = [range(start, start + length) for start, length in found]
+    sums = [staged_bytes(ranges[:n], size, has_chunks=True) for n in range(len(ranges) + 1)]
+    assert sums == sorted(sums)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "block", "dtype", "nbytes"),
+    [
+        (spec((4, 6)), (range(2), range(6)), "int16", 0),
+        (spec((4, 6)), (range(4), range(3)), "int16", 24),
+        (spec((4, 6), order="F"), (range(4), range(3)), "int16", 24),
+        (spec((4, 6)), (range(2), range(6)), "float32", 48),
+    ],
+)
+def test_a_copy_is_made_of_what_is_no_native_array_in_the_file(
+    tensor: TensorSpec, block: Any, dtype: str, nbytes: int
+) -> None:
+    assert copied_bytes(tensor, block, DType(dtype)) == nbytes
 
 
 def test_ranges_are_joined_that_overlap_or_touch() -> None:

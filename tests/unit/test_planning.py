@@ -1,4 +1,6 @@
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from safeload import planning
 from safeload.cli import main
+from safeload.digests import CHUNK_BYTES
 from safeload.errors import ConfigError, ShardingError
 from safeload.grok1 import name_shards, shard_table
+from safeload.placing import SLACK_BYTES, byte_ranges
 from safeload.planning import (
     Inventory,
     PlannedFile,
@@ -25,8 +29,10 @@ from safeload.planning import (
     replicated,
 )
 from safeload.publishing import sign
+from safeload.tensors import DTYPE_ITEMSIZE, DType, Extent, TensorSpec
 from safeload.trust.keys import SecretKey
 from tests.grok_sample import TINY, write_checkpoint
+from tests.oms_sample import bundle, resource, statement
 
 MiB = 1024 * 1024
 GROK1_BYTES = 318_239_886_140
@@ -34,7 +40,9 @@ KEY = SecretKey.generate("ed25519")
 
 
 def tensor(name: str, shape: tuple[int, ...], dtype: str = "float32") -> PlannedTensor:
-    return PlannedTensor(name, name, f"{name}.file", dtype, shape)
+    nbytes = math.prod(shape) * DTYPE_ITEMSIZE[dtype]
+    spec = TensorSpec(name, DType(dtype), shape, "C", Extent(100, nbytes))
+    return PlannedTensor(name, name, f"{name}.file", spec)
 
 
 def inventory(*tensors: PlannedTensor, files: tuple[PlannedFile, ...] = ()) -> Inventory:
@@ -98,10 +106,16 @@ def test_the_host_stages_all_or_what_the_budget_allows() -> None:
     mesh = {"model": 1}
     assert plan(stock, mesh=mesh, rules=replicated).host_peak_bytes == 120 * MiB
     assert plan(stock, mesh=mesh, rules=replicated, memory_budget=1000 * MiB).host_peak_bytes == 120 * MiB
-    made = plan(stock, mesh=mesh, rules=replicated, memory_budget=20 * MiB)
-    assert (made.host_peak_bytes, made.findings) == (20 * MiB, ())
-    (finding,) = plan(stock, mesh=mesh, rules=replicated, memory_budget=20 * MiB - 1).findings
-    assert (finding.code, finding.file) == ("does-not-fit-budget", "b")
+    # A file without tensors is read whole, whatever the digests.
+    least = 100 * MiB + SLACK_BYTES
+    made = plan(stock, mesh=mesh, rules=replicated, memory_budget=least)
+    assert (made.host_peak_bytes, made.least_budget.nbytes, made.findings) == (least, least, ())
+    (finding,) = plan(stock, mesh=mesh, rules=replicated, memory_budget=least - 1).findings
+    assert (finding.code, finding.file) == ("does-not-fit-budget", "a")
+    first, second = plan(stock, mesh=mesh, rules=replicated, memory_budget=20 * MiB).findings
+    assert (first.file, second.file) == ("a", "b")
+    assert "no digests of its chunks" not in first.message
+    assert "no digests of its chunks" in second.message
 
 
 def test_what_is_read_at_once_has_to_fit_the_budget() -> None:
@@ -118,13 +132,57 @@ def test_what_is_read_at_once_has_to_fit_the_budget() -> None:
         assert {finding.code for finding in made.findings} <= {"does-not-fit-budget"}
         return [finding.file for finding in made.findings]
 
-    # A part of a tensor that a device takes at once.
-    assert refused(160 * MiB - 1, 1) == ["large.file"]
-    assert refused(160 * MiB, 1) == []
-    assert refused(40 * MiB, 4) == []
-    # A chunk; and a file that is no longer than one, whose manifest has no digest of less than all of it.
-    assert refused(16 * MiB - 1, 1 << 2) == ["large.file"]
-    assert refused(12 * MiB, 4) == ["large.file", "small.file"]
+    # All chunks that cover a part. The third of four lies in four; beside them are those of the file's head and tail,
+    # the last of a hundred bytes.
+    whole = 160 * MiB + 100 + SLACK_BYTES
+    assert refused(whole - 1, 1) == ["large.file"]
+    assert refused(whole, 1) == []
+    rows = 5 * CHUNK_BYTES + 100 + 3 * SLACK_BYTES
+    assert refused(rows, 4) == []
+    assert refused(rows - 1, 4) == ["large.file"]
+    # A file that is no longer than a chunk has no digest of less than all of it.
+    small_file = 12 * MiB + 100 + SLACK_BYTES
+    assert refused(small_file, 4) == ["large.file"]
+    assert refused(small_file - 1, 4) == ["large.file", "small.file"]
+
+
+def test_a_cut_by_columns_takes_every_chunk_and_the_hint_says_so() -> None:
+    stock = inventory(tensor("x", (1024, 16384)), files=(PlannedFile("x.file", 64 * MiB + 100, has_chunks=True),))
+    made = plan(stock, mesh={"model": 8}, rules=lambda _: (None, "model"), memory_budget=20 * MiB)
+    (finding,) = made.findings
+    assert made.device_bytes == 8 * MiB
+    assert made.least_budget.on_host == 64 * MiB + 100 + SLACK_BYTES
+    assert made.least_budget.copies == 8 * MiB
+    assert "the signed chunks that cover a part (1024, 2048) of x" in finding.message
+    assert "along an earlier dimension alone" in str(finding.hint)
+    # Between the two, it depends on what the devices are, which a plan does not know.
+    between = made.least_budget.on_host
+    (finding,) = plan(stock, mesh={"model": 8}, rules=lambda _: (None, "model"), memory_budget=between).findings
+    assert f"where the devices are the host's own processors, {between} will do" in str(finding.hint)
+    rows = plan(stock, mesh={"model": 8}, rules=lambda _: ("model",), memory_budget=50 * MiB)
+    assert (rows.findings, rows.least_budget.copies) == ((), 0)
+
+
+def test_thousands_of_parts_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def spy(spec: TensorSpec, block: Any) -> tuple[range, ...]:
+        asked.append(block)
+        return byte_ranges(spec, block)
+
+    monkeypatch.setattr(planning, "byte_ranges", spy)
+    nbytes = 4096 * 4096 * 4
+    specs = [
+        TensorSpec(f"w{n}", DType("float32"), (4096, 4096), "C", Extent(100 + n * nbytes, nbytes)) for n in range(100)
+    ]
+    stock = inventory(
+        *(PlannedTensor(spec.name, spec.name, "f", spec) for spec in specs),
+        files=(PlannedFile("f", 100 + 100 * nbytes, has_chunks=True),),
+    )
+    made = plan(stock, mesh={"model": 4096}, rules=lambda _: ("model",))
+    # The head, the tail of a hundred bytes, and the two chunks in which a row of 16 KiB can lie.
+    assert made.least_budget.nbytes == 3 * CHUNK_BYTES + 100 + 3 * SLACK_BYTES
+    assert len(asked) < 5000
 
 
 def test_the_time_is_that_of_hashing_the_files_and_copying_to_each_device() -> None:
@@ -208,6 +266,25 @@ def test_rules_of_another_form_are_refused(tmp_path: Path, text: str, message: s
     (tmp_path / "rules.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_rules(tmp_path / "rules.toml")
+
+
+def test_what_the_hints_say_of_rules_is_toml_that_works(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text("version = 1")
+    with pytest.raises(ConfigError) as caught:
+        read_rules(path)
+    lines = re.findall("`([^`]*)`", str(caught.value.hint))
+    assert len(lines) == 2
+    path.write_text("\n".join(lines))
+    find = partitions(read_rules(path))
+    assert find("a/moe/linear/w") == (None, "data", "model")
+    with pytest.raises(ShardingError) as unmatched:
+        find("router")
+    hint = str(unmatched.value.hint)
+    assert "None" not in hint
+    spec = re.findall("`(spec[^`]*)`", hint)[0]
+    path.write_text(f"version = 1\n[[rules]]\npattern = ''\n{spec}\n")
+    assert partitions(read_rules(path))("router") == ()
 
 
 def test_rules_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -332,6 +409,35 @@ def test_what_is_refused_is_not_planned(checkpoint: Path, capsys: pytest.Capture
     for target in (tmp_path / "c", tmp_path / "manifest"):
         code, made = planned(capsys, str(target))
         assert (code, made["verdict"]) == (1, "rejected")
+
+
+def test_what_is_no_manifest_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "evil.pkl"
+    path.write_bytes(b"\x80\x04N.")
+    code, made = planned(capsys, str(path))
+    assert (code, made["verdict"]) == (1, "rejected")
+    assert [(finding["code"], finding["path"]) for finding in made["findings"]] == [("bad-envelope", str(path))]
+
+
+def test_a_bundle_is_called_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "model.sig"
+    path.write_bytes(bundle(statement([resource("model.safetensors", b"x")]), KEY))
+    code, made = planned(capsys, str(path))
+    assert (code, made["verdict"], made["findings"][0]["code"]) == (2, "none", "config-error")
+    assert f"{path} is a bundle, which lists no sizes and no tensors" in made["findings"][0]["message"]
+
+
+def test_the_least_budget_is_told_before_one_is_given(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (str(checkpoint), "--mesh", "1x8", "--rules", "grok-1")
+    _, made = planned(capsys, *arguments)
+    least, on_host = made["least_memory_budget"], made["least_memory_budget_on_host"]
+    assert 0 < on_host < least
+    for budget, code in ((least, 0), (least - 1, 1)):
+        assert planned(capsys, *arguments, "--memory-budget", str(budget))[0] == code
+    assert main(["plan", *arguments]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("least budget")]
+    assert f"{least:,} bytes" in line
+    assert f"{on_host:,} where the devices are the host's own processors" in line
 
 
 def test_a_plan_for_people_ends_with_the_verdict(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,15 @@
+import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from safeload.cli import main
 from safeload.errors import ConfigError
 from safeload.formats.pickles.torch_constructors import ALL_CONSTRUCTORS
 from safeload.policy import INTERPRETED_GLOBALS, Policy, load_policy
+from safeload.rendering.text import hint_lines
+from safeload.scanning import scan
 
 HEAD = 'version = 1\nname = "mine"\ndescription = "for a test"\nextends = "numpy-quantized"\n'
 SCALAR = '[[widen.pickle.globals]]\nnames = ["numpy.core.multiarray.scalar"]\nreason = "scalars are data"\n'
@@ -164,3 +168,37 @@ def test_what_is_narrowed_away_fits_no_later_pattern() -> None:
     assert policy.files.inert_for("LICENSE.json") is None
     assert policy.files.inert_for("LICENSE.txt") is not None
     assert policy.additions_to(BASE) == []
+
+
+def pasted(hint: str) -> str:
+    """The lines that a terminal shows below a hint."""
+    return "\n".join(list(hint_lines(hint))[1:])
+
+
+@pytest.mark.parametrize("name", ["notes.rst", "a[1]*?.x", 'quo"te\\.x', "é\u202e\n.x", "x\U000e0001"])
+def test_the_lines_of_a_hint_admit_the_file_that_was_refused_and_no_other(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"Hello\n")
+    (finding,) = scan(tmp_path / name).files[0].findings
+    lines = pasted(finding.hint or "")
+    policy = parse(HEAD + lines + "\n" + lines.replace('patterns = ["', 'patterns = ["other'))
+    assert scan(tmp_path / name, policy=policy).is_accepted
+    assert len(policy.additions_to(BASE)) == 2
+    assert parse(HEAD + lines).files.inert_for("a1bc.x") is None
+
+
+def test_the_lines_of_a_hint_fit_a_policy_that_stands_alone(tmp_path: Path) -> None:
+    alone = Policy.parse(BASE.to_toml().encode(), source="alone.toml")
+    (tmp_path / "notes.rst").write_bytes(b"Hello\n")
+    (finding,) = scan(tmp_path / "notes.rst", policy=alone).files[0].findings
+    wider = Policy.parse((BASE.to_toml() + "\n" + pasted(finding.hint or "")).encode(), source="alone.toml")
+    assert scan(tmp_path / "notes.rst", policy=wider).is_accepted
+
+
+def test_the_lines_of_a_hint_admit_a_global_that_was_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(pickle.dumps(np.ones(2), 4))
+    narrow = parse(HEAD + '[narrow.pickle]\nglobals = ["numpy._core.multiarray._reconstruct"]\n')
+    alone = Policy.parse(narrow.to_toml().encode(), source="alone.toml")
+    findings = scan(tmp_path / "a", policy=alone).files[0].findings
+    lines = pasted(next(f.hint for f in findings if "_reconstruct" in f.message) or "")
+    wider = Policy.parse((narrow.to_toml() + "\n" + lines).encode(), source="alone.toml")
+    assert scan(tmp_path / "a", policy=wider).is_accepted

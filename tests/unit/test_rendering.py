@@ -206,3 +206,9 @@ def test_json_is_one_line_of_printable_ascii_that_says_the_same(name: str) -> No
 def test_json_has_no_number_that_json_has_not() -> None:
     with pytest.raises(ValueError, match="JSON"):
         object_json({"seconds": float("nan")})
+
+
+def test_lines_to_paste_are_indented_and_none_of_them_passes_for_ours() -> None:
+    lines = list(text.error_lines(Finding("a-b", "no", hint="write:\n[[x]]\ny = 1\x1b\nrejected: no")))
+    assert lines[1:] == ["safeload: hint: write:", "  [[x]]", r"  y = 1\x1b", "  rejected: no"]
+    assert text.one_line("a\nb\x1b") == r"a b\x1b"

@@ -58,3 +58,9 @@ def test_more_than_a_runner_shows_are_counted() -> None:
 
 def test_commands_can_be_stopped_and_resumed() -> None:
     assert (stop_commands("abc"), resume_commands("abc")) == ("::stop-commands::abc", "::abc::")
+
+
+def test_lines_to_paste_are_words_of_one_line() -> None:
+    finding = Finding("not-a-pickle", "of no known format", file="m/a", hint="write:\n[[x]]\ny = 1")
+    (line,) = annotation_lines(audited(findings=(finding,)))
+    assert line.endswith("; write: [[x]] y = 1 [not-a-pickle]")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -678,3 +680,127 @@ def test_the_digest_of_an_array_in_another_order_is_taken_once(tmp_path: Path, m
     assert len({spec.sha256 for spec in file.tensors}) == 1
     assert [spec.name for spec in file.tensors] == ["a", "b", "c"]
     assert len(taken) == 1
+
+
+# ---------------------------------------------------------------- files of no known format
+
+SAFETENSORS_HEADER = b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+SAFETENSORS = len(SAFETENSORS_HEADER).to_bytes(8, "little") + SAFETENSORS_HEADER + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "noun"),
+    [
+        ("m.safetensors", SAFETENSORS[:50], "a safetensors file"),
+        ("m.safetensors", SAFETENSORS[:4], "a safetensors file"),
+        ("m.safetensors", b"\x80\x01" + SAFETENSORS[2:], "a safetensors file"),
+        ("m.safetensors", bytes(7) + b"\x01" + SAFETENSORS[8:], "a safetensors file"),
+        ("m.pt", b"0123456789PK\x03\x04" + bytes(30), "a PyTorch file"),
+        ("m.NPY", b"NUMPY\1\0", "an npy array"),
+        ("m.npz", b"K\x03\x04", "an npz archive"),
+        ("m.gguf", b"GGU", "a GGUF model"),
+    ],
+)
+def test_a_damaged_file_is_told_as_what_its_name_promises(tmp_path: Path, name: str, data: bytes, noun: str) -> None:
+    file = only(scan(write(tmp_path / name, data)))
+    assert [(f.code, file.format) for f in file.findings] == [("damaged-file", "unknown")]
+    assert f"expected {noun}" in file.findings[0].message
+    assert "fetch it again" in (file.findings[0].hint or "")
+    assert "inert" not in (file.findings[0].hint or "")
+
+
+def test_an_empty_file_is_no_pickle_that_was_expected(tmp_path: Path) -> None:
+    for name, noun in (("m.safetensors", "a safetensors file"), ("x", "tensors, or data")):
+        (finding,) = only(scan(write(tmp_path / name, b""))).findings
+        assert (finding.code, f"expected {noun}" in finding.message) == ("empty-file", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("modeling_x.py", b"import torch\n"),
+        ("c.yaml", b"config:\n  a: 1\n"),
+        ("P.cfg", b"Property\n"),
+        ("HEAD", b"ref: refs/heads/main\n"),
+        (".venv", b".venv/\n"),
+        ("saved_model.pb", b"\x08\x01stub"),
+        ("index", b"DIRC\0\0\0\2"),
+        ("notes", b"Version 1\nIt is\n"),
+        ("garbage", b"\x97\xfe\xff"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["numpy-quantized", "grok-1"])
+def test_what_is_no_pickle_is_not_refused_as_one(tmp_path: Path, name: str, data: bytes, policy: str) -> None:
+    file = only(scan(write(tmp_path / name, data), policy=policy))
+    assert [(f.code, file.format) for f in file.findings] == [("not-a-pickle", "unknown")]
+    assert file.findings[0].message.startswith("of no known format")
+    assert "protocols" not in (file.findings[0].hint or "")
+
+
+@pytest.mark.parametrize("name", ["x.yaml", "m.pt", "m.safetensors", "modeling.py", ".git/HEAD", "a"])
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (pickle.dumps(Exploit(), 0), "global-not-allowed"),
+        (pickle.dumps(Exploit(), 1), "global-not-allowed"),
+        (pickle.dumps(Exploit(), 2), "global-not-allowed"),
+        (b"cos\ngetcwd\n", "global-not-allowed"),
+        (b"(ios\ngetcwd\n", "global-not-allowed"),
+        (pickle.dumps([1], 0) + b"tail", "data-after-stop"),
+    ],
+)
+def test_an_old_pickle_is_refused_for_what_it_does_whatever_its_name(
+    tmp_path: Path, name: str, data: bytes, code: str
+) -> None:
+    found = [finding.code for finding in only(scan(write(tmp_path / name, data))).findings]
+    assert found[0] == code
+
+
+def test_the_name_of_source_code_gives_its_own_hint(tmp_path: Path) -> None:
+    (finding,) = only(scan(write(tmp_path / "modeling_x.py", b"import torch\n"))).findings
+    assert (finding.hint or "").startswith("source code does not belong in a checkpoint")
+
+
+def test_each_file_of_a_folder_that_a_tool_left_names_the_folder(tmp_path: Path) -> None:
+    for name, data in (
+        (".git/HEAD", b"ref: refs/heads/main\n"),
+        (".git/objects/ab/cd", b"x\x01K\xca"),
+        (".git/hooks/a.sample", b"#!/bin/sh\n"),
+        (".cache/huggingface/download/m.lock", b""),
+        (".cache/huggingface/download/m.metadata", b"abc\n1.5\n"),
+    ):
+        write(tmp_path / "m" / name, data)
+    hints = {finding.hint or "" for file in scan(tmp_path / "m").files for finding in file.findings}
+    assert {hint.split(",")[0] for hint in hints} == {"remove the folder .git", "remove the folder .cache/huggingface"}
+
+
+def test_a_checkpoint_in_the_cache_of_the_hub_is_not_told_to_be_removed(tmp_path: Path) -> None:
+    path = write(tmp_path / ".cache/huggingface/hub/models--x/snapshots/0/notes.rst", b"hello\n")
+    (finding,) = only(scan(path)).findings
+    assert "remove the folder" not in (finding.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a.npy", "notes.txt"], "found 'notes.txt'"),
+        (["notes.txt"], "a zip archive that holds 'notes.txt' and no tensors"),
+        (["config.json", "model.weights.h5"], "a Keras model"),
+        ([], "an empty zip archive"),
+    ],
+)
+def test_an_archive_that_is_none_of_tensors_names_what_is_in_it(tmp_path: Path, names: list[str], message: str) -> None:
+    buffer, array = io.BytesIO(), io.BytesIO()
+    np.save(array, np.ones(3))
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name in names:
+            archive.writestr(name, array.getvalue() if name.endswith(".npy") else b"x")
+    (finding,) = only(scan(write(tmp_path / "n.npz", buffer.getvalue()))).findings
+    assert (finding.code, message in finding.message) == ("format-not-supported", True)
+
+
+def test_a_set_is_not_told_to_be_declared_as_a_record(tmp_path: Path) -> None:
+    (finding,) = only(scan(write(tmp_path / "a", b"\x80\x02c__builtin__\nset\n]\x85R."))).findings
+    assert finding.code == "global-not-allowed"
+    assert "save a list" in (finding.hint or "")
+    assert "records" not in (finding.hint or "")

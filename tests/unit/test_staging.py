@@ -395,7 +395,9 @@ def test_the_budget_is_checked_before_a_byte_is_read_or_taken(
         stage(tmp_path, trust(manifest), memory_budget=budget)
     assert str(needed) in caught.value.message
     assert str(4 * MIB) in caught.value.message
-    assert "--memory-budget" in str(caught.value.hint)
+    assert f"give --memory-budget {needed}" in str(caught.value.hint)
+    # Who set a budget is not short of memory.
+    assert ("free memory" in str(caught.value.hint)) == (budget is None)
     assert mappings == []
 
 

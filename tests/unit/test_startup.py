@@ -121,6 +121,17 @@ def test_an_unknown_shell_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_shell_that_asks_nonsense_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    # With the variable set a run answers a shell and does nothing else, so it must never look like an acceptance.
     monkeypatch.setitem(os.environ, completion._VARIABLE, "complete_tcsh")
-    assert cli.main(["scan", "/nowhere"]) == 2
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize("asks", ["complete_bash", "complete_zsh", "source_bash"])
+def test_the_variable_of_completion_changes_no_verdict(
+    tmp_path: Path, asks: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Answering a shell ends with 0. A variable that was left in a job's environment must not let everything pass.
+    (tmp_path / "evil.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    for name, value in {completion._VARIABLE: asks, "COMP_WORDS": "safeload", "COMP_CWORD": "1"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    assert cli.main(["scan", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("rejected")

@@ -565,6 +565,31 @@ def test_a_file_larger_than_the_budget_is_refused_by_name_before_a_byte_is_read(
     assert mappings == []
 
 
+def test_what_indexes_take_is_in_the_budget_that_a_refusal_asks_for(tmp_path: Path) -> None:
+    data = {"a.safetensors": b"x" * 10_000, "i.json": b"{" * 5000}
+    for name, content in data.items():
+        (tmp_path / name).write_bytes(content)
+    formats = {"a.safetensors": "safetensors", "i.json": "index"}
+    listed = trusted_of(
+        [
+            FileEntry(
+                path=name,
+                size=len(content),
+                sha256=hashlib.sha256(content).hexdigest(),
+                format=formats[name],
+                role="weights",
+            )
+            for name, content in data.items()
+        ]
+    )
+    beside = "beside 5000 bytes of indexes, the memory budget is 14000"
+    with pytest.raises(StagingError, match=beside) as caught, stream(tmp_path, listed, memory_budget=14_000):
+        pass
+    enough = int(str(caught.value.hint).removeprefix("give --memory-budget ").removesuffix(" or more"))
+    with stream(tmp_path, listed, memory_budget=enough) as batches:
+        assert {path for batch in batches for path in batch.files} == data.keys()
+
+
 @pytest.mark.parametrize("budget", [0, 1, 4095])
 def test_a_budget_of_less_than_a_page_is_refused(checkpoint: Path, budget: int) -> None:
     with (

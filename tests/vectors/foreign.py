@@ -31,6 +31,7 @@ def foreign_files() -> dict[str, bytes]:
         "cab": b"MSCF\x00\x00\x00\x00",
         "compress": b"\x1f\x9d\x90",
         "cpio": b"070701",
+        "ds-store": b"\0\0\0\1Bud1\0",
         "gzip": b"\x1f\x8b\x08\x00",
         "hdf5": b"\x89HDF\r\n\x1a\n\x00",
         "lz4": b"\x04\x22\x4d\x18\x64",
@@ -40,6 +41,10 @@ def foreign_files() -> dict[str, bytes]:
         "parquet": b"PAR1\x15\x04",
         "pdf": b"%PDF-1.7\n",
         "pem": b"-----BEGIN PRIVATE KEY-----\n",
+        "picture-gif": b"GIF89a",
+        "picture-jpeg": b"\xff\xd8\xff\xe0",
+        "picture-png": b"\x89PNG\r\n\x1a\n",
+        "picture-webp": b"RIFF\x04\0\0\0WEBP",
         "program-elf": b"\x7fELF\x02\x01\x01",
         "program-java": b"\xca\xfe\xba\xbe\x00\x00",
         "program-macos": b"\xcf\xfa\xed\xfe\x07\x00",
@@ -66,6 +71,15 @@ def foreign_files() -> dict[str, bytes]:
 def foreign() -> Iterator[Vector]:
     for name, data in foreign_files().items():
         yield vector(f"foreign-{name}", POLICY, "format-not-supported", "", HERE, data, file="model.bin")
+    cut = b"\x40\0\0\0\0\0\0\0" + b'{"w":'
+    yield vector("unknown-safetensors", FORMAT, "damaged-file", "cut short", HERE, cut, file="model.safetensors")
+    prefixed = b"0123456789PK\3\4"
+    yield vector("unknown-pytorch", FORMAT, "damaged-file", "bytes before it", HERE, prefixed, file="model.pt")
+    yield vector("unknown-text", FORMAT, "not-a-pickle", "", HERE, b"config:\n  a: 1\n", file="c.yaml")
+    yield vector("unknown-bytes", FORMAT, "not-a-pickle", "", HERE, b"DIRC\0\0\0\2", file="index")
+    yield vector("unknown-old-pickle", POLICY, "global-not-allowed", "", HERE, b"cos\ngetcwd\n(tR.", file="c.yaml")
+    twice = b'{"a": {"k": 1, "k": 2}}'
+    yield vector("inert-json-twice", FORMAT, "duplicate-key", "", twice, file="config.json")
 
 
 # ---------------------------------------------------------------- bundles

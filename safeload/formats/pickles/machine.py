@@ -66,6 +66,9 @@ MAX_FINDINGS = 64
 MAX_INTEGER_BYTES = 32
 """Size of an integer: 256 bits, twice what the largest honest one (a random generator's state) has."""
 
+_BUILTINS = frozenset({"__builtin__", "builtins"})
+"""What Python 2 and Python 3 call the module of what needs no import."""
+
 _UNSET = object()
 
 _NO_FRAME = 1 << 64
@@ -319,7 +322,9 @@ class Machine:
                     f"policy {self.policy.name} allows pickle protocols "
                     f"{', '.join(map(str, self._rules.protocols))}; found {found}",
                     offset=self._first,
-                    hint=self.policy.admits_by("[pickle]", f"protocols = [{0 if self._protocol is None else newest}]"),
+                    hint=self.policy.admits_by(
+                        "[pickle]", f"with {0 if self._protocol is None else newest} in `protocols`"
+                    ),
                 )
             )
         return newest
@@ -358,8 +363,7 @@ class Machine:
             self._fail(
                 "not-a-pickle",
                 f"expected a pickle, found a file that begins {self._window[:8]!r}",
-                "move it out of the directory; or, if it is plain data, "
-                + self.policy.admits_by("[[files.inert]]", "patterns = [its name], content and a reason"),
+                "move it out of the directory",
             )
         self._fail("unknown-opcode", f"expected a pickle opcode, found byte {byte:#04x}")
 
@@ -699,11 +703,16 @@ class Machine:
         if known is not None and not spoken:
             hint = "this is Python 2's name, which only protocols 0 to 2 may use"
         elif known is not None:
-            hint = self.policy.admits_by("[[pickle.globals]]", f'names = ["{full}"], and a reason')
+            why = 'reason = "say here why it is harmless"'
+            hint = self.policy.admits_by("[[pickle.globals]]", f'names = ["{full}"]', why)
         elif full in self._rules.global_names:
             hint = "only PyTorch's own files may name it, as `torch.save` writes them"
         elif (advice := self._advice(full)) is not None:
             hint = advice
+        elif module in _BUILTINS:
+            # Never a class of plain fields, and what is near to it in spelling is not so in meaning.
+            is_set = name in {"set", "frozenset"}
+            hint = "a set is no data that a checkpoint needs; save a list instead" if is_set else None
         else:
             import difflib
 
