@@ -283,7 +283,9 @@ def _packages() -> Iterator[Observation]:
             continue  # measured above
         # Found and not imported: importing some of them takes seconds.
         if importlib.util.find_spec(package) is None:
-            yield Observation(package, "note", "not installed", f"optional, {use}", f"pip install '.[{extra}]' in its repository")
+            yield Observation(
+                package, "note", "not installed", f"optional, {use}", f"pip install '.[{extra}]' in its repository"
+            )
         else:
             yield Observation(package, "good", _version(package), use)
 
@@ -297,7 +299,9 @@ def _version(package: str) -> str:
 
 def _jax_devices() -> Observation:
     if importlib.util.find_spec("jax") is None:
-        return Observation("jax-devices", "refused", "JAX is not installed", None, "pip install '.[jax]' in its repository")
+        return Observation(
+            "jax-devices", "refused", "JAX is not installed", None, "pip install '.[jax]' in its repository"
+        )
     try:
         import jax
 

@@ -182,7 +182,7 @@ def test_thousands_of_parts_are_not_looked_at_one_by_one(monkeypatch: pytest.Mon
     made = plan(stock, mesh={"model": 4096}, rules=lambda _: ("model",))
     # The head, the tail of a hundred bytes, and the two chunks in which a row of 16 KiB can lie.
     assert made.least_budget.nbytes == 3 * CHUNK_BYTES + 100 + 3 * SLACK_BYTES
-    assert len(asked) < 5000
+    assert len(asked) < 4000
 
 
 def test_the_time_is_that_of_hashing_the_files_and_copying_to_each_device() -> None:

@@ -279,7 +279,6 @@ def resigned(directory: Path, file: str, text: str) -> Path:
         ("step.json", '{"schema": 1, "step": true}'),
         ("step.json", '{"schema": 1, "step": -1}'),
         ("step.json", '{"schema": 1, "step": 3, "more": 1}'),
-        ("step.json", '{"schema": 1, "step": 3, "step": 4}'),
         ("step.json", '{"schema": 1, "step": 3, "ties": [["params/head"]]}'),
         ("schedule.json", '{"a": {"$float": "x"}}'),
         ("schedule.json", '{"a": {"$float": "0x1p99999"}}'),
