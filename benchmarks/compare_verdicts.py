@@ -165,6 +165,8 @@ def loads(path: Path) -> str:
         return "the payload runs"
     if b"Zen of Python" in done.stdout:
         return "a module is imported"
+    if b"ModuleNotFoundError" in done.stderr:
+        return "not installed"
     return "an exception" if done.returncode else "loads"
 
 

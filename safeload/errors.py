@@ -185,10 +185,11 @@ class HostError(OperationalError):
 
 
 def escape(untrusted: str, *, limit: int = 200) -> str:
-    r"""Return `untrusted` so that a terminal shows it and never obeys it.
+    r"""Return `untrusted` so that a terminal shows it and never obeys it, nor the runner of a CI job.
 
     Control characters, terminal escapes, bidirectional overrides and unpaired surrogates (undecodable
-    bytes of a file name) come out as backslash escapes; so do backslashes, so that the result is unambiguous.
+    bytes of a file name) come out as backslash escapes; so do backslashes, so that the result is unambiguous. Runners
+    obey `##[...]` and its like anywhere in a line, on either stream, and `::...::` where one begins.
 
     Args:
         untrusted: A string from a file name or from a file's content.
@@ -197,7 +198,9 @@ def escape(untrusted: str, *, limit: int = 200) -> str:
     shown = "".join(
         c if c.isprintable() and c != "\\" else c.encode("unicode_escape", "surrogatepass").decode("ascii")
         for c in untrusted[: limit + 1]
-    )
+    ).replace("##", r"#\x23")
+    if shown.lstrip().startswith("::"):
+        shown = shown.replace("::", r"\x3a:", 1)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 

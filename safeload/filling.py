@@ -16,9 +16,11 @@ What has copied values is not told of new ones, by any of them: averages of weig
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeAlias, Unpack
 
@@ -128,6 +130,7 @@ def load_into(target: Any, loaded: Any) -> None:
     model.require_equal(given, lambda one, other: one.tobytes() == other.tobytes())
     writers = {name: _Writer(name, model.leaves[name]) for name in model.taken(given)}
     _require_apart(writers.values())
+    given = _out_of_the_way({name: given[name] for name in writers}, writers.values())
     for name, writer in writers.items():
         writer.write(given[name])
 
@@ -152,12 +155,14 @@ def assign(target: Any, loaded: Any, *, optimizers: Iterable[Any] = ()) -> Any:
 
     Raises:
         ShardingError: As for `load_into`, or a tensor does not fit its sharding.
-        ConfigError: A leaf of the target is of no kind that is known, or optimizers are given without a module.
+        ConfigError: A leaf of the target is of no kind that is known, optimizers are given without a module, or one of
+            them is none of torch or has none of the module's parameters.
     """
     model = _Model(target)
     optimizers = list(optimizers)
     if optimizers and not model.is_module:
         raise ConfigError("optimizers: expected a module of torch as the target, found another tree")
+    _require_followers(optimizers, model.leaves.values())
     given = {name: _host(leaf) for name, leaf in named_leaves(loaded, separator=model.separator).items()}
     model.require({name: _Facts.of(array) for name, array in given.items()})
     model.require_equal(given, lambda one, other: one.tobytes() == other.tobytes())
@@ -210,7 +215,8 @@ def fill(
             Without, it is the same name, for a module with dots for slashes.
         roles: Files of which roles to read; those without tensors are verified as well.
         tied: Names in the target of leaves that become one array, a group each. Needed only for `ShapeDtypeStruct`s,
-            which cannot tell: of real arrays and parameters, those that are one object are tied.
+            which cannot tell: of real arrays and parameters, those that are one object are tied, and others are refused
+            here, as one of them would be left without values.
         host_timeout: As for `load`.
         progress: Told how far it has come.
         **expected: What to hold the manifest against; see `load`.
@@ -296,11 +302,11 @@ def fill_held(
                 filler.take_all(batches, rules, only)
             # Each round has memory of its own, and that of the one before must be gone: a cycle may still hold it.
             collect_garbage()
-        made = filler.finish()
+        filled = model.with_leaves(filler.finish(), ())
     except BaseException:
         filler.undo()
         raise
-    return model.with_leaves(made, ())
+    return filled
 
 
 # ---------------------------------------------------------------- what is demanded
@@ -322,6 +328,8 @@ class _Facts:
 
 
 def _dtype_name(leaf: Any) -> str:
+    if getattr(leaf.dtype, "names", None):
+        return str(leaf.dtype)  # a record's name tells no more than its length
     # torch's dtypes have no name, and show as `torch.float32`.
     return str(getattr(leaf.dtype, "name", None) or str(leaf.dtype).removeprefix("torch."))
 
@@ -371,6 +379,12 @@ class _Model:
                     f"tied: expected leaves of the target of one shape and dtype, found {escape(', '.join(group))}"
                 )
         whole_group = {self._first[name] for name in group}
+        if len(whole_group) > 1 and any(_kind(self.leaves[name]) in {"numpy", "torch"} for name in group):
+            raise ShardingError(
+                f"tied: {escape(', '.join(group))} are one in the checkpoint, and arrays of their own in the target: "
+                "what is written in place reaches only one of them",
+                hint="make them one first: `safeload.ties.tie`",
+            )
         for name, first in self._first.items():
             if first in whole_group:
                 self._first[name] = self._first[group[0]]
@@ -432,7 +446,9 @@ class _Model:
         if not new:
             return self.target
         if self.is_module:
-            _assign_module(self.target, {n: new.get(self._first[n], leaf) for n, leaf in self.leaves.items()})
+            _assign_module(
+                self.target, {n: new.get(self._first[n], leaf) for n, leaf in self.leaves.items()}, self.leaves
+            )
             _follow(optimizers, self.leaves, dict(self.target.state_dict(keep_vars=True)))
             return self.target
         return map_leaves(self.target, lambda name, leaf: new.get(self._first[name], leaf))
@@ -446,6 +462,11 @@ def _kind(leaf: Any, name: str = "") -> str:
     if isinstance(leaf, np.ndarray):
         return "numpy"
     if hasattr(leaf, "data_ptr") and hasattr(leaf, "detach"):
+        if hasattr(leaf, "materialize"):
+            hint = "run the module once"
+            raise ConfigError(
+                f"{escape(name)}: expected a tensor, found one of a lazy module, without shape", hint=hint
+            )
         return "meta" if leaf.device.type == "meta" else "torch"
     # An array of JAX, a ShapeDtypeStruct, or whatever else says by its sharding where it goes.
     if hasattr(leaf, "sharding"):
@@ -480,7 +501,9 @@ class _Writer:
         self.view = leaf if self._kind == "numpy" else self._torch_view()
         writable = self.view is None or self.view.flags.writeable
         steps = leaf.stride() if self._kind == "torch" else leaf.strides
-        if not writable or any(step == 0 and length > 1 for step, length in zip(steps, leaf.shape, strict=True)):
+        repeats = any(step == 0 and length > 1 for step, length in zip(steps, leaf.shape, strict=True))
+        # Where there is no element, numpy's steps may be 0 and mean nothing.
+        if not writable or (repeats and 0 not in leaf.shape):
             raise ConfigError(
                 f"{escape(name)}: expected an array that can be written to, found one that is read-only or repeats its "
                 "elements",
@@ -618,6 +641,22 @@ def _require_apart(writers: Iterable[_Writer]) -> None:
         alive.append((low, high, writer))
 
 
+def _out_of_the_way(given: Mapping[str, _Array], writers: Iterable[_Writer]) -> dict[str, _Array]:
+    """Copy what lies in memory that will be written to: two arrays that change places would both be one of them."""
+    targets = sorted(_bounds(writer.view) for writer in writers if writer.view is not None and writer.view.size)
+    # What lies apart still may have bounds that meet, as two columns of a matrix: then the latest end counts.
+    starts, ends = [low for low, _ in targets], list(accumulate((high for _, high in targets), max))
+
+    def meets(array: _Array) -> bool:
+        if not array.size:
+            return False
+        low, high = _bounds(array)
+        before = bisect_left(starts, high)
+        return before > 0 and ends[before - 1] > low
+
+    return {name: array.copy() if meets(array) else array for name, array in given.items()}
+
+
 def _bounds(array: _Array) -> tuple[int, int]:
     """Return the addresses of an array's first byte and of the one behind its last."""
     steps = [(length - 1) * step for length, step in zip(array.shape, array.strides, strict=True)]
@@ -635,15 +674,32 @@ def _overlap(one: _Array, other: _Array) -> bool:
 # ---------------------------------------------------------------- modules of torch
 
 
-def _assign_module(module: Any, new: Mapping[str, Any]) -> None:
+def _assign_module(module: Any, new: Mapping[str, Any], old: Mapping[str, Any]) -> None:
     """Put tensors in their places in a module. A tensor that is there already stays what it is."""
     try:
         module.load_state_dict(dict(new), strict=True, assign=True)
     except Exception as err:
+        # A part that refuses the new may refuse the old as well; those that took the new come before it.
+        with suppress(Exception):
+            module.load_state_dict(dict(old), strict=False, assign=True)
         raise ShardingError(f"the module does not take its new parameters: {escape(str(err), limit=400)}") from err
     now = module.state_dict(keep_vars=True)
     if lost := [name for name in new if now[name].device.type == "meta"]:
         raise ShardingError(f"the module kept {escape(lost[0])} on the device meta")
+
+
+def _require_followers(optimizers: Iterable[Any], parameters: Iterable[Any]) -> None:
+    """Refuse what cannot follow a module to its new parameters, before it has any."""
+    own = set(map(id, parameters))
+    for optimizer in optimizers:
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+            found = escape(type(optimizer).__name__)
+            raise ConfigError(f"optimizers: expected optimizers of torch, found {found}")
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                "optimizers: expected one that has parameters of the module, found one that has none of them",
+                hint="was it left out when the module got the parameters that it has now?",
+            )
 
 
 def _follow(optimizers: Iterable[Any], old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -651,7 +707,8 @@ def _follow(optimizers: Iterable[Any], old: Mapping[str, Any], new: Mapping[str,
     became = {id(old[name]): new[name] for name in old}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [became.get(id(parameter), parameter) for parameter in group["params"]]
+            # The same list: LBFGS goes by a second reference to it.
+            group["params"][:] = [became.get(id(parameter), parameter) for parameter in group["params"]]
         state = [(became.get(id(parameter), parameter), kept) for parameter, kept in optimizer.state.items()]
         optimizer.state.clear()
         optimizer.state.update(state)

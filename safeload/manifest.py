@@ -708,7 +708,8 @@ def first_problem(err: ValidationError) -> str:
     """Return what is wrong first, and where, without the words that pydantic has around it."""
     problem = err.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in problem["loc"])
-    return f"{place}: {problem['msg']}" if place else problem["msg"]
+    what = problem["msg"].removeprefix("Value error, ")
+    return f"{place}: {what}" if place else what
 
 
 def _refusal(message: str, offset: int | None = None) -> ManifestError:

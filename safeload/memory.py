@@ -91,8 +91,9 @@ class MemoryUse:
     Attributes:
         before: Resident memory of the process when the tracking began.
         peak: The most that was seen since: at the beginning, at the end, and by the samples between.
-        high_water: The kernel's own mark of the process's most (VmHWM), which misses nothing but counts from the start
-            of the process, not of the tracking; 0 where the kernel does not say.
+        high_water: The kernel's own mark of the process's most (VmHWM), which no moment escapes, but which counts from
+            the start of the process, not of the tracking; 0 where the kernel does not say. Never less than `peak`,
+            though the kernel's counters of several threads lag by some pages.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ def track(*, seconds: float = SAMPLE_SECONDS) -> Iterator[MemoryUse]:
     done = threading.Event()
 
     def sample() -> None:
-        while not done.wait(seconds):
+        while not done.wait(min(seconds, threading.TIMEOUT_MAX)):
             use.peak = max(use.peak, resident_memory())
 
     sampler = threading.Thread(target=sample, name="safeload-memory", daemon=True)
@@ -136,7 +137,8 @@ def track(*, seconds: float = SAMPLE_SECONDS) -> Iterator[MemoryUse]:
         done.set()
         sampler.join()
         use.peak = max(use.peak, resident_memory())
-        use.high_water = _table(_PROC / "self" / "status").get("VmHWM:", 0) * 1024
+        if mark := _table(_PROC / "self" / "status").get("VmHWM:", 0) * 1024:
+            use.high_water = max(mark, use.peak)
 
 
 # ---------------------------------------------------------------- private memory

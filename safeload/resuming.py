@@ -168,7 +168,12 @@ def save_training(
     ties = [names for names in tied if len(names) > 1 and len({name.split("/")[0] for name in names}) == 1]
     if not parts["params"]:
         raise ConfigError("params: expected at least one array, found none")
-    plain = {part: _encoded(part, getattr(state, part)) for part in _PLAIN if getattr(state, part) is not None}
+    texts = {
+        file: _json(file, _encoded(part, getattr(state, part)))
+        for part, (file, _) in _PLAIN.items()
+        if getattr(state, part) is not None
+    }
+    texts[_STEP[0]] = _json(_STEP[0], {"schema": 1, "step": state.step, "ties": ties, "keys": generators})
     aliases = {name for names in ties for name in names[1:]}
     written: dict[str, str] = {}
     with publishing_directory(directory, replace=replace) as fresh:
@@ -180,11 +185,8 @@ def save_training(
             else:
                 empty = Path(file).with_suffix(".json").name
                 written[empty] = _write_text(fresh / empty, _NO_ARRAYS)
-        for part, value in plain.items():
-            file, _ = _PLAIN[part]
-            written[file] = _write_text(fresh / file, _json(value))
-        step = {"schema": 1, "step": state.step, "ties": ties, "keys": generators}
-        written[_STEP[0]] = _write_text(fresh / _STEP[0], _json(step))
+        for file, text in texts.items():
+            written[file] = _write_text(fresh / file, text)
         options: dict[str, Any] = {"policy": DEFAULT_POLICY, **stated}
         made, _ = describe(fresh, model=model, revision=revision, **options)
         _require_equal(written, {file.path: file.sha256 for file in made.files})
@@ -195,8 +197,8 @@ def save_training(
 def _leaves(part: str, tree: Any, generators: dict[str, str]) -> dict[str, Any]:
     """Return the arrays of a part by the names that the file has for them, having shown that it can hold them."""
     found: dict[str, Any] = {}
-    for below, leaf in named_leaves(tree).items():
-        name = f"{part}/{below}" if below else part
+    # Under its part's name, as a restore has it: an empty key is a level too.
+    for name, leaf in named_leaves({part: tree}).items():
         if not getattr(leaf, "is_fully_addressable", True):
             raise ConfigError(
                 f"{escape(name)}: other processes hold parts of it",
@@ -263,8 +265,19 @@ def _decoded(value: Any) -> Any:
     return {key: _decoded(child) for key, child in value.items()}
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=True, indent=1) + "\n"
+def _json(file: str, value: Any) -> str:
+    """Return the text of a file, having shown that a restore can read it: too late to find out then."""
+    text = json.dumps(value, ensure_ascii=True, indent=1) + "\n"
+    try:
+        _parsed(text.encode("ascii"))
+    except ManifestError as err:
+        hint = "leave it out, or put it into an array"
+        raise ConfigError(f"{file}: it could not be restored: {err.findings[0].message}", hint=hint) from err
+    return text
+
+
+def _parsed(data: bytes) -> Any:
+    return strict_json.loads(data, max_bytes=_MAX_JSON_BYTES, max_depth=_MAX_JSON_DEPTH)
 
 
 def _write_text(path: Path, text: str) -> str:
@@ -334,7 +347,8 @@ def restore_training(
         like: A state with the same structure: its trees say where each array goes, with shape, dtype and sharding.
             Arrays of JAX and `ShapeDtypeStruct`s, such as `jax.eval_shape` makes of the function that begins a run,
             become new arrays, in memory of their own that may be donated. Arrays of numpy and tensors of torch are
-            written in place. Its step, schedule and data progress are not looked at.
+            written in place; what the checkpoint ties has to be one array of these here too. Its step, schedule and
+            data progress are not looked at.
         manifest: The signed manifest: a path, or the bytes of the envelope; `manifest.json` in the directory if None.
         trust: Who may sign.
         policy: What may be in the files.
@@ -375,6 +389,9 @@ def restore_training(
                 f"typed keys of JAX: expected {escape(', '.join(typed)) or 'none'}, found "
                 f"{escape(', '.join(step.keys)) or 'none'} in the checkpoint"
             )
+        for name, leaf in typed.items():
+            # By the description alone, and before anything is written in place.
+            _jax().eval_shape(partial(_wrapped, name, like=leaf, generator=step.keys[name]), _raw(leaf))
         filled = fill_held(
             target,
             directory,
@@ -433,7 +450,7 @@ def _read(beside: Mapping[str, Companion], file: str) -> Any:
     if file not in beside:
         raise _malformed(file, "it is not there, and the state is not one that `save_training` wrote")
     try:
-        return strict_json.loads(beside[file].data, max_bytes=_MAX_JSON_BYTES, max_depth=_MAX_JSON_DEPTH)
+        return _parsed(beside[file].data)
     except ManifestError as err:
         raise _malformed(file, err.findings[0].message) from err
 

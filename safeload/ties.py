@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from safeload.decoding import HostTensor
-from safeload.errors import ShardingError, escape
+from safeload.errors import ConfigError, ShardingError, escape
 from safeload.manifest import FileEntry, Manifest, ManifestTensor, TrustedManifest
 from safeload.naming import NamedFile, name_tensors
 from safeload.trees import map_leaves, memory_of, named_leaves, same_leaves
@@ -97,7 +97,7 @@ def tie(tree: Any, groups: Iterable[Tie | Sequence[str]]) -> Any:
             caller who says so: a tie by values may be a coincidence.
 
     Raises:
-        ConfigError: It is no tree of arrays.
+        ConfigError: It is no tree of arrays, or has no elements to compare: a description, or a typed key of JAX.
         ShardingError: A name is none of the tree, is in two groups, or the leaves of a group are not equal.
     """
     leaves = named_leaves(tree)
@@ -109,7 +109,13 @@ def tie(tree: Any, groups: Iterable[Tie | Sequence[str]]) -> Any:
                 raise ShardingError(f"tie: expected a leaf of the tree, found {escape(name)}, which is none")
             if first.setdefault(name, names[0]) != names[0]:
                 raise ShardingError(f"tie: {escape(name)} is in two groups", hint="give one group with all their names")
-            if not _are_equal(leaves[names[0]], leaves[name]):
+            try:
+                is_equal = _are_equal(leaves[names[0]], leaves[name])
+            except Exception as err:  # JAX and torch have errors that share no other base
+                raise ConfigError(
+                    f"tie: expected arrays with elements to compare, found {escape(name)} without: {escape(str(err))}"
+                ) from err
+            if not is_equal:
                 raise ShardingError(
                     f"tie: {escape(name)} is not equal to {escape(names[0])}, so they are not one parameter"
                 )

@@ -128,14 +128,18 @@ def memory_of(leaf: Any) -> tuple[object, ...] | None:
     """
     if isinstance(leaf, HostTensor):
         leaf = leaf.array
+    if 0 in getattr(leaf, "shape", ()):
+        return None  # of no elements, none is the same
     interface = getattr(leaf, "__array_interface__", None) if not hasattr(leaf, "data_ptr") else None
     if isinstance(interface, dict) and type(leaf).__module__.split(".")[0] == "numpy":
         return ("host", interface["data"][0], str(leaf.dtype), tuple(leaf.shape), tuple(leaf.strides))
     if hasattr(leaf, "data_ptr") and hasattr(leaf, "stride"):
-        device = str(leaf.device)
-        if device == "meta":
-            return None  # such a tensor has no memory, and all have the address 0
-        return (device, leaf.data_ptr(), str(leaf.dtype), tuple(leaf.shape), tuple(leaf.stride()))
+        try:
+            address, steps = leaf.data_ptr(), tuple(leaf.stride())
+        except (RuntimeError, ValueError):  # what torch has for sparse and lazy tensors
+            return None
+        # What has no memory of its own, on "meta" or as a wrapper of other tensors, all has the address 0.
+        return (str(leaf.device), address, str(leaf.dtype), tuple(leaf.shape), steps) if address else None
     return None
 
 

@@ -11,6 +11,11 @@ each() {
   done <<<"$2"
 }
 
+# A line feed would put lines of its own into the step's outputs.
+if [[ $INPUT_REPORTS == *$'\n'* ]]; then
+  echo "reports: expected one folder, found a name of several lines" >&2
+  exit 2
+fi
 mkdir -p -- "$INPUT_REPORTS"
 reports=$(cd -- "$INPUT_REPORTS" && pwd)
 for kind in sarif junit html json; do

@@ -43,12 +43,13 @@ _HELP: Final[Mapping[str, str]] = MappingProxyType(
         "code": "The file names or calls something that is not data. A reader that unpickles it would run code of its "
         "maker's choosing. `safeload explain FILE` shows what it would do without doing it. Do not load it anywhere "
         "else either.",
-        "policy": "The file is well formed, and the policy that was chosen does not allow what is in it. If it should, "
-        "the hint names the line that a policy of your own would need.",
+        "policy": "The policy that was chosen does not allow what the file is, or what is in it. If it should, and a "
+        "policy can, the hint names the lines that one of your own would need.",
         "limit": "The file asks for more than the policy's limits, which bound time and memory. A file that is honest "
         "and large needs a policy with higher limits; the hint names the line.",
-        "format": "The file breaks its format. Two readers can take such a file for two different things, so it is "
-        "refused rather than repaired. Write or fetch it again; if it came like this, do not trust who made it.",
+        "format": "The file breaks its format, or has none that is known. Two readers can take such a file for two "
+        "different things, so it is refused rather than repaired. Write or fetch it again; if it came like this, do "
+        "not trust who made it.",
         "ambiguous": "The file can be read as two different things, or is not what its name says. What one tool scans "
         "is then not what another loads. Save it again, under the name of what it is.",
         "consistency": "Files that belong together do not agree with one another. They may be of two revisions. Fetch "

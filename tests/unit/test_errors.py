@@ -149,3 +149,19 @@ def test_escape_cuts_what_is_too_long() -> None:
 
 def test_a_finding_is_placed_in_a_file() -> None:
     assert errors.Finding("c", "m").in_file("x") == errors.Finding("c", "m", file="x")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a/##[add-mask]b", r"a/#\x23[add-mask]b"),
+        ("##vso[task.complete]", r"#\x23vso[task.complete]"),
+        ("###", r"#\x23#"),
+        ("::error::x", r"\x3a:error::x"),
+        ("  ::error::x", r"  \x3a:error::x"),
+        ("a::b", "a::b"),
+        ("a#b", "a#b"),
+    ],
+)
+def test_a_runner_takes_no_name_for_a_command(name: str, shown: str) -> None:
+    assert errors.escape(name) == shown

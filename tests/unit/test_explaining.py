@@ -186,3 +186,10 @@ def test_an_archive_that_is_not_shown_says_which_pickles_it_holds(
     assert not explained.has_program
     assert reason in explained.program
     assert all(name in explained.program for name in names if name.endswith(".pkl"))
+
+
+def test_a_string_of_python_2_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "evil"
+    path.write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    (step,) = [step for step in explain(path).steps if step.opcode == "STRING"]
+    assert step.result == "str of 11 bytes: 'touch pwned'"

@@ -167,6 +167,27 @@ def test_arrays_that_share_some_memory_are_refused() -> None:
     assert columns.tolist() == [[1, 2], [1, 2]]
 
 
+def test_arrays_that_change_places_do() -> None:
+    target = {name: np.full((2, 2), value, np.float32) for value, name in enumerate("abc")}
+    load_into(target, {"a": target["b"].T, "b": target["c"], "c": target["a"]})
+    assert {name: array[0, 0] for name, array in target.items()} == {"a": 1, "b": 2, "c": 0}
+    # Columns lie apart, though each begins before the other ends.
+    matrix = np.array([[1, 2], [3, 4]], np.float32)
+    load_into({"a": matrix[:, 0], "b": matrix[:, 1]}, {"a": matrix[:, 1], "b": matrix[:, 0]})
+    assert matrix.tolist() == [[2, 1], [4, 3]]
+
+
+def test_an_array_without_elements_can_be_written_to() -> None:
+    none = np.empty_like(np.zeros((0, 3), np.float32))
+    load_into({"a": none, "b": np.zeros(1, np.float32)}, {"a": none.copy(), "b": np.ones(1, np.float32)})
+
+
+def test_records_are_compared_by_their_fields() -> None:
+    target = {"a": np.zeros(2, [("x", "f4"), ("y", "f4")])}
+    with pytest.raises(ShardingError, match="expected"):
+        load_into(target, {"a": np.ones(2, [("y", "f4"), ("x", "f4")])})
+
+
 def test_leaves_that_are_one_are_given_once_or_with_equal_values() -> None:
     shared = np.zeros(2, np.float32)
     target = {"head": shared, "embedding": shared, "view": shared[:]}
@@ -398,6 +419,17 @@ def test_fill_holds_equal_what_is_one_in_the_target(tmp_path: Path) -> None:
         filled({"a": shape, "b": shape}, tmp_path / "n", tied=[("a", "c")])
 
 
+def test_arrays_that_are_two_are_not_tied_by_name_as_only_one_would_be_written(tmp_path: Path) -> None:
+    saved({name: np.ones(2, np.float32) for name in "ab"}, tmp_path / "m")
+    target = {name: np.full(2, 7, np.float32) for name in "ab"}
+    with pytest.raises(ShardingError, match="tied: a, b are one in the checkpoint, and arrays of their own"):
+        filled(target, tmp_path / "m", tied=[("a", "b")])
+    assert all(array.tolist() == [7, 7] for array in target.values())
+    target["b"] = target["a"]
+    filled(target, tmp_path / "m", tied=[("a", "b")])
+    assert target["a"].tolist() == [1, 1]
+
+
 def test_fill_is_held_to_policy_history_and_purpose(tmp_path: Path) -> None:
     saved(model(1), tmp_path / "one", version=1)
     saved(model(2), tmp_path / "two", version=2)
@@ -589,3 +621,75 @@ def test_torch_tensors_with_strides_and_every_dtype_are_written() -> None:
     load_into(target, given)
     for name, tensor in target.items():
         assert tensor.to(torch.complex128).real.tolist() == [[0, 1, 0], [1, 0, 1]], name
+
+
+def test_tensors_that_change_places_in_one_module_do() -> None:
+    torch, _ = network()
+    module = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1, bias=False) for name in "ab"})
+    state = module.state_dict()
+    before = {name: tensor.tolist() for name, tensor in state.items()}
+    load_into(module, {"a.weight": state["b.weight"], "b.weight": state["a.weight"]})
+    assert module["a"].weight.tolist() == before["b.weight"]
+    assert module["b"].weight.tolist() == before["a.weight"]
+
+
+def test_an_optimizer_that_keeps_a_second_list_of_parameters_follows() -> None:
+    torch, _ = network()
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(module.parameters())
+    assign(module, {"weight": np.ones((1, 2), np.float32), "bias": np.ones(1, np.float32)}, optimizers=[optimizer])
+
+    def loss() -> Any:
+        optimizer.zero_grad()
+        result = (module(torch.ones(1, 2)) ** 2).sum()
+        result.backward()
+        return result
+
+    optimizer.step(loss)
+    assert module.weight.tolist() != [[1, 1]]
+
+
+def test_what_cannot_follow_a_module_is_told_before_the_module_is_changed() -> None:
+    torch, _ = network()
+    module = torch.nn.Linear(2, 1)
+    before = module.weight
+    given = {"weight": np.ones((1, 2), np.float32), "bias": np.ones(1, np.float32)}
+    with pytest.raises(ConfigError, match="expected optimizers of torch, found dict"):
+        assign(module, given, optimizers=[{"momentum": 1}])
+    with pytest.raises(ConfigError, match="found one that has none of them"):
+        assign(module, given, optimizers=[torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1)])
+    assert module.weight is before
+
+
+def test_a_module_that_refuses_a_parameter_keeps_all_of_its_own(tmp_path: Path) -> None:
+    torch, _ = network()
+
+    class Stubborn(torch.nn.Linear):  # type: ignore[misc, name-defined, unused-ignore]
+        def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("no")
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), Stubborn(2, 2, bias=False, device="meta"))
+    before = module[0].weight
+    given = {name: np.ones((2, 2), np.float32) for name in ("0.weight", "1.weight")}
+    with pytest.raises(ShardingError, match="does not take its new parameters: no"):
+        assign(module, given)
+    assert module[0].weight is before
+    # What was written in place before the refusal is no model either.
+    saved({"0": {"weight": given["0.weight"]}, "1": {"weight": given["1.weight"]}}, tmp_path / "m")
+    with pytest.raises(ShardingError, match="does not take its new parameters: no"):
+        filled(module, tmp_path / "m")
+    assert module[0].weight is before
+    assert before.tolist() == [[0, 0], [0, 0]]
+
+
+def test_tensors_without_elements_are_no_one_parameter_and_odd_ones_are_refused() -> None:
+    torch, _ = network()
+    module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(0)) for name in "ab"})
+    with pytest.raises(ShardingError, match="missing b"):
+        load_into(module, {"a": np.zeros(0, np.float32)})
+    assign(module, {name: np.zeros(0, np.float32) for name in "ab"})
+    assert module["a"] is not module["b"]
+    with pytest.raises(ConfigError, match="of a lazy module"):
+        load_into(torch.nn.LazyLinear(2), {"weight": np.ones((2, 2), np.float32)})
+    with pytest.raises(ConfigError, match="plain array"):
+        load_into({"a": torch.eye(2).to_sparse()}, {"a": np.ones((2, 2), np.float32)})

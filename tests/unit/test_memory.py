@@ -258,6 +258,23 @@ def test_without_a_sample_the_ends_and_the_kernels_mark_are_known() -> None:
     assert use.high_water >= use.before
 
 
+def test_the_kernels_mark_is_never_below_what_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safeload.memory._PROC", tmp_path)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "statm").write_text("200 100 1")
+    (tmp_path / "self" / "status").write_text("VmHWM:\t      4 kB\n")
+    with track() as use:
+        pass
+    assert use.high_water == use.peak == 100 * mmap.PAGESIZE
+
+
+@pytest.mark.filterwarnings("error")
+def test_samples_can_be_further_apart_than_any_wait_lasts() -> None:
+    with track(seconds=float("inf")) as use:
+        pass
+    assert use.peak >= use.before
+
+
 def test_the_sampler_ends_with_its_context_however_that_is_left() -> None:
     def samplers() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "safeload-memory"]

@@ -229,6 +229,15 @@ def test_what_cannot_be_saved_is_refused_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "progress", ["\ud800", {"\ud800": 1}, "x" * (16 << 20), {str(n): n for n in range(20_000)}], ids=range(4)
+)
+def test_what_no_restore_could_read_is_refused_when_it_is_saved(progress: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data_progress\.json: it could not be restored"):
+        saved(state(data_progress=progress), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_other_processes_hold_parts_of_is_refused(tmp_path: Path) -> None:
     part = SimpleNamespace(dtype=np.dtype(np.float32), shape=(2,), is_fully_addressable=False)
     with pytest.raises(ConfigError, match="params/w: other processes hold parts of it; gather it first"):
@@ -313,6 +322,33 @@ def test_a_changed_byte_in_any_file_is_refused_and_nothing_is_left_of_the_rest(t
             restored(tmp_path / "run", like, manifest=manifest)
         assert not any(np.asarray(leaf).any() for leaf in named_leaves(like.params).values())
         path.write_bytes(whole)
+
+
+def test_a_key_of_another_generator_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    # Both have keys of four words, so that no shape tells one from the other.
+    saved(state(rng=jax.random.key(0, impl="rbg")), tmp_path / "run")
+    like = zeros(state())
+    with pytest.raises(ShardingError, match="another generator"):
+        restored(tmp_path / "run", TrainingState(like.params, like.optimizer, 0, jax.random.key(0, impl="unsafe_rbg")))
+    assert not any(np.asarray(leaf).any() for leaf in named_leaves(like.params).values())
+    assert any(np.asarray(leaf).any() for leaf in named_leaves(state().params).values())
+
+
+def test_ties_are_refused_where_the_target_has_two_arrays(tmp_path: Path) -> None:
+    shared = np.ones(2, np.float32)
+    saved(state(params={"a": shared, "b": shared}), tmp_path / "run")
+    like = zeros(state())
+    params = {name: np.zeros(2, np.float32) for name in "ab"}
+    with pytest.raises(ShardingError, match="tied: params/a, params/b are one in the checkpoint"):
+        restored(tmp_path / "run", TrainingState(params, like.optimizer, 0, like.rng))
+    assert not params["a"].any()
+
+
+def test_an_empty_key_is_a_level_of_the_tree(tmp_path: Path) -> None:
+    saved(state(params={"": np.ones(2, np.float32)}), tmp_path / "run")
+    like = zeros(state())
+    found = restored(tmp_path / "run", TrainingState({"": np.zeros(2, np.float32)}, like.optimizer, 0, like.rng))
+    assert found.params[""].tolist() == [1, 1]
 
 
 def test_a_state_of_another_structure_is_told_before_anything_is_written(tmp_path: Path) -> None:

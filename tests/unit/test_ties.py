@@ -133,6 +133,17 @@ def test_tie_refuses_names_that_are_none_and_groups_that_meet() -> None:
         tie({"a": 1}, [])
 
 
+def test_what_has_no_elements_is_tied_to_nothing_in_memory_either() -> None:
+    memory = np.zeros(3, np.float32)
+    assert tree_ties({"a": memory[:0], "b": memory[:0]}) == ()
+
+
+@pytest.mark.parametrize("make", [lambda: jax.ShapeDtypeStruct((2,), np.float32), lambda: jax.random.key(0)])
+def test_tie_refuses_what_cannot_be_compared(make: Any) -> None:
+    with pytest.raises(ConfigError, match="elements to compare, found b"):
+        tie({"a": make(), "b": make()}, [("a", "b")])
+
+
 def test_bound_shards_are_named_by_their_parameters(tmp_path: Path) -> None:
     (tmp_path / "m" / "ckpt-0").mkdir(parents=True)
     for index in range(2):
@@ -152,3 +163,8 @@ def test_ties_of_torch_are_told_and_made() -> None:
     assert tie(state, [("a", "d")])["d"] is one
     with pytest.raises(ShardingError):
         tie({"a": one, "d": one + 1}, [("a", "d")])
+    with pytest.raises(ConfigError, match="elements to compare"):
+        tie(state, [("meta", "meta too")])
+    sparse = torch.eye(2).to_sparse()
+    assert tree_ties({"a": sparse, "b": torch.eye(2).to_sparse()}) == ()
+    assert tree_ties({"a": torch.ones(0), "b": torch.ones(0)}) == ()

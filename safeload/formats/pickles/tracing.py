@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from safeload.errors import RejectedError
+from safeload.errors import RejectedError, escape
 from safeload.formats import Source
 from safeload.formats.pickles.constructors import describe
 from safeload.formats.pickles.machine import Machine
 from safeload.formats.pickles.opcodes import OPCODES
-from safeload.formats.pickles.symbols import REFUSED, Global
+from safeload.formats.pickles.symbols import REFUSED, Global, Payload
 from safeload.formats.pickles.torch_machine import TorchMachine
 from safeload.policy import Policy
+
+
+_MAX_SHOWN: Final = 80
+"""Characters of a string that a step shows: a command line fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,9 @@ class TracingMachine(Machine):
         if top is REFUSED:
             return "what was refused"
         shown = describe(top)
+        if isinstance(top, Payload) and top.extent.inline is not None:
+            # A string of Python 2, for people to read: what a hostile pickle hands on is often one.
+            return f"{shown}: '{escape(top.extent.inline.decode('latin-1'), limit=_MAX_SHOWN)}'"
         if opcode in {"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"}:
             return f"remembers {shown}"
         if opcode in {"GLOBAL", "STACK_GLOBAL"} and isinstance(top, Global):
