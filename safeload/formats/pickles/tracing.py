@@ -16,7 +16,6 @@ from safeload.formats.pickles.symbols import REFUSED, Global, Payload
 from safeload.formats.pickles.torch_machine import TorchMachine
 from safeload.policy import Policy
 
-
 _MAX_SHOWN: Final = 80
 """Characters of a string that a step shows: a command line fits."""
 
