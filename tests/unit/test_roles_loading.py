@@ -9,7 +9,7 @@ import pytest
 
 from safeload import companions, scanning, staging
 from safeload.companions import load_companions, load_model
-from safeload.errors import ConfigError, DigestMismatchError, ManifestError, PolicyError
+from safeload.errors import ConfigError, DigestMismatchError, FormatError, ManifestError, PolicyError
 from safeload.formats.safetensors_writing import write_safetensors
 from safeload.manifest import FileEntry, Manifest, Role
 from safeload.publishing import sign
@@ -113,8 +113,9 @@ def test_companions_are_scanned_by_the_policy(tmp_path: Path) -> None:
     policy.write_text(
         "version = 1\nname = 'none'\ndescription = 'Takes no file beside the weights'\n", encoding="utf-8"
     )
-    with pytest.raises(PolicyError):
+    with pytest.raises(FormatError) as caught:  # which it is to a policy that knows no such file
         load_companions(tmp_path / "m", manifest=manifest, trust=KEY.public, policy=policy)
+    assert caught.value.findings[0].code == "not-a-pickle"
     own = tmp_path / "m" / "policy.toml"
     own.write_bytes(policy.read_bytes())
     with pytest.raises(ConfigError, match="policy"):
