@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bench_stage import touch
 from safeload.digests import CHUNK_BYTES, HASH_CHUNK_BYTES
 from safeload.formats.safetensors_writing import write_safetensors
 from safeload.loading import load
@@ -53,6 +54,7 @@ def main() -> None:
         runs: dict[str, list[tuple[float, float]]] = {name: [] for name in WRITERS}
         for round_ in range(options.rounds):
             for name in list(WRITERS) if round_ % 2 == 0 else reversed(WRITERS):
+                touch(2 * options.mib * MIB)
                 command = [sys.executable, "-m", "benchmarks.bench_formats", "--run", str(Path(folder, name))]
                 runs[name].append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
     print(f"{human_size(options.mib * MIB)} in {N_TENSORS} tensors, {options.rounds} alternating rounds\n")

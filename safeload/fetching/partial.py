@@ -153,7 +153,8 @@ class PartialFile:
             StagingError: The disk does not take it.
         """
         try:
-            os.fsync(self.fd)
+            # Not `fsync`: that writes the time of the last change as well, for each chunk, and nobody reads it.
+            os.fdatasync(self.fd)
         except OSError as err:
             raise _no_room(self.entry.path, err) from err
 

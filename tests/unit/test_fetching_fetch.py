@@ -294,6 +294,7 @@ def test_nothing_has_a_name_before_it_is_on_disk(
     with monkeypatch.context() as patch, HostileServer(sample.files) as server:
         patch.setattr(os, "pwrite", record_write)
         patch.setattr(os, "fsync", record_fsync)
+        patch.setattr(os, "fdatasync", record_fsync)
         patch.setattr(os, "replace", record_replace)
         patch.setattr(Path, "rename", record_rename)
         bring(sample, target, client, [server], watch=tell, connections=1)
@@ -864,7 +865,7 @@ SCRIPT = """
                 done.append(name)
                 return result
             setattr(owner, name, call)
-        for name in ("fsync", "ftruncate", "mkdir", "pwrite", "rename", "replace", "rmdir", "unlink"):
+        for name in ("fdatasync", "fsync", "ftruncate", "mkdir", "pwrite", "rename", "replace", "rmdir", "unlink"):
             counted(os, name)
         bring()
         os.write(written, b'[0, "end"]')
