@@ -95,13 +95,14 @@ def zip_file(
         }
         local |= member.local
         central = {"signature": b"PK\1\2", "made_by": 20, **fields, "name": name, "n_comment": 0, "disk": 0}
+        central["attributes"] = 0
         central |= {"header": len(made), "n_name": len(name), "n_extra": len(member.central_extra)} | member.central
         numbers = [local[key] for key in ("signature", "version", "flags", "method", "time", "date", "crc32")]
         numbers += [local[key] for key in ("stored", "nbytes", "n_name", "n_extra")]
         made += struct.pack("<4sHHHHHIIIHH", *numbers) + local["name"] + member.local_extra + stored + member.behind
         numbers = [central[key] for key in ("signature", "made_by", "version", "flags", "method", "time", "date")]
         numbers += [central[key] for key in ("crc32", "stored", "nbytes", "n_name", "n_extra", "n_comment", "disk")]
-        packed = struct.pack("<4sHHHHHHIIIHHHHHII", *numbers, 0, 0, central["header"])
+        packed = struct.pack("<4sHHHHHHIIIHHHHHII", *numbers, 0, central["attributes"], central["header"])
         headers.append(packed + central["name"] + member.central_extra)
     made += before_directory
     directory = b"".join(headers[index] for index in order or range(len(headers)))

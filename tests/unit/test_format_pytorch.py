@@ -35,6 +35,7 @@ from safeload.policy import Policy, load_policy
 from safeload.scanning import parse as parse_file
 from safeload.scanning import scan
 from safeload.tensors import RecordValue, TensorSpec, Value, span
+from tests import torch_sample
 from tests.streams import Writer, op, policy_with
 from tests.torch_sample import (
     ITEMSIZE,
@@ -597,3 +598,16 @@ def test_views_that_overlap_in_too_many_places_are_refused(monkeypatch: pytest.M
         data = torch_zip(t.pickle(t.mapping(items)), [storage])
         found = parse_pytorch(MemorySource(data), POLICY).refusal
         assert (None if found is None else found.findings[0].code) == code
+
+
+def test_the_checksum_of_a_storage_is_compared_where_bytes_are_hashed(tmp_path: Path) -> None:
+    torch = torch_sample.Torch()
+    raw = torch_sample.torch_zip(torch.pickle(torch.tensor(torch_sample.WEIGHT, (2, 3))), [torch_sample.WEIGHT])
+    at = raw.index(torch_sample.WEIGHT.data)
+    path = tmp_path / "model.pt"
+    path.write_bytes(raw)
+    assert scan(path, digests=True).is_accepted
+    path.write_bytes(raw[: at + 4] + bytes([raw[at + 4] ^ 1]) + raw[at + 5 :])
+    assert scan(path).is_accepted  # which jumps over payloads
+    (file,) = scan(path, digests=True).files
+    assert [(finding.code, finding.offset) for finding in file.findings] == [("zip-checksum", at)]

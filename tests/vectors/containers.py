@@ -140,6 +140,7 @@ def entries() -> Iterator[Vector]:
     add("entry-disk", "in another part", central={"disk": 1})
     add("stored-lengths", "stored, and longer than it is read", central={"nbytes": 1}, local={"nbytes": 1})
     add("directory-data", "a directory with data", name="a/")
+    add("directory-attribute", "a file that some readers take for a directory", central={"attributes": 0x10})
     add("flag-patched", "bit 5", flags=0x20)
     add("flag-level", "compression levels of what is stored", flags=0x02)
     add("encrypted", "bit 0", "zip-encrypted", flags=1, by=POLICY)
