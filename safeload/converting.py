@@ -38,7 +38,14 @@ from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.publishing import describe
 from safeload.records import Record, record_class
 from safeload.report import Progress
-from safeload.saving import GROK1_FOLDER, MANIFEST_NAME, SHARD_BYTES, host_array, publishing_directory
+from safeload.saving import (
+    GROK1_FOLDER,
+    MANIFEST_NAME,
+    SHARD_BYTES,
+    host_array,
+    publishing_directory,
+    require_writable,
+)
 from safeload.scanning import admit, require_policy_outside
 from safeload.signing import sign_manifest
 from safeload.sizes import parse_size
@@ -186,10 +193,7 @@ def convert(
     """
     if to not in _FORMATS:
         raise ConfigError(f"to: expected {', '.join(_FORMATS)}, found {escape(str(to))!r}")
-    if not keys:
-        raise ConfigError("keys: expected at least one secret key to sign with, found none")
-    if shard_bytes < 1:
-        raise ConfigError(f"shard_bytes: expected at least 1, found {shard_bytes}")
+    require_writable(keys, shard_bytes)
     target = Path(target)
     _require_new(target)
     new_manifest = target / MANIFEST_NAME if output is None else Path(output)

@@ -25,10 +25,11 @@ MAX_NAME: Final = 512
 """Longest name of a tensor that rules are tried on, in characters. Flax and TensorFlow reach about 200."""
 
 _NAME_BITS: Final = 9  # of `MAX_NAME`
-_WAYS_BITS: Final = 28
 
-MAX_WAYS: Final = 1 << _WAYS_BITS
+MAX_WAYS: Final = 1 << 28
 """Most ways to match one name that an expression may have: some seconds, in the worst of cases."""
+
+_WAYS_BITS: Final = MAX_WAYS.bit_length() - 1
 
 MAX_RULES_BYTES: Final = 1024 * 1024
 """Rules are written by hand; a longer file is a mistake."""

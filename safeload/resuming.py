@@ -27,7 +27,6 @@ from safeload.agreeing import HOST_TIMEOUT_SECONDS, together
 from safeload.companions import Companion, read_companions
 from safeload.errors import (
     ConfigError,
-    DigestMismatchError,
     Finding,
     FormatError,
     ManifestError,
@@ -45,7 +44,7 @@ from safeload.manifest import Role
 from safeload.policy import DEFAULT_POLICY, Policy
 from safeload.publishing import describe
 from safeload.report import Progress
-from safeload.saving import MANIFEST_NAME, Stated, host_array, publishing_directory
+from safeload.saving import MANIFEST_NAME, Stated, host_array, publishing_directory, require_equal_digests
 from safeload.signing import sign_manifest
 from safeload.trees import map_leaves, named_leaves, same_leaves
 from safeload.trust import strict_json
@@ -189,7 +188,7 @@ def save_training(
             written[file] = _write_text(fresh / file, text)
         options: dict[str, Any] = {"policy": DEFAULT_POLICY, **stated}
         made, _ = describe(fresh, model=model, revision=revision, **options)
-        _require_equal(written, {file.path: file.sha256 for file in made.files})
+        require_equal_digests(written, {file.path: file.sha256 for file in made.files})
         publish(fresh / MANIFEST_NAME, sign_manifest(made, keys))
     return Path(directory) / MANIFEST_NAME
 
@@ -307,22 +306,6 @@ def _write(path: Path, put: Callable[[Sink], object]) -> str:
     except TypeError as err:  # a name that safetensors cannot hold
         raise ConfigError(f"{escape(path.name)}: {escape(str(err))}") from err
     return sink.digest.hexdigest()
-
-
-def _require_equal(written: Mapping[str, str], read: Mapping[str, str]) -> None:
-    """Refuse to sign what is not what was written: whatever came between, the signature would vouch for it."""
-    findings = [
-        Finding(
-            "digest-mismatch",
-            f"expected sha256:{written.get(path)}, which was written; found sha256:{read.get(path)}",
-            file=path,
-            hint="nothing was published; check the disk, and who else writes there",
-        )
-        for path in sorted(written.keys() | read.keys())
-        if written.get(path) != read.get(path)
-    ]
-    if findings:
-        raise DigestMismatchError(*findings)
 
 
 # ---------------------------------------------------------------- restoring

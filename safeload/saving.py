@@ -140,10 +140,7 @@ def save(
     """
     if layout not in ("grok-1", "safetensors"):
         raise ConfigError(f"layout: expected grok-1 or safetensors, found {escape(str(layout))!r}")
-    if not keys:
-        raise ConfigError("keys: expected at least one secret key to sign with, found none")
-    if shard_bytes < 1:
-        raise ConfigError(f"shard_bytes: expected at least 1, found {shard_bytes}")
+    require_writable(keys, shard_bytes)
     directory = Path(directory)
     inside = directory / MANIFEST_NAME if manifest is None else Path(manifest)
     try:
@@ -178,7 +175,7 @@ def save(
             parameters=parameters,
             **{"policy": DEFAULT_POLICY, **stated},  # type: ignore[arg-type] # a TypedDict of describe's own arguments
         )
-        _require_equal_digests(writer.sha256, {file.path: file.sha256 for file in made.files})
+        require_equal_digests(writer.sha256, {file.path: file.sha256 for file in made.files})
         envelope = sign_manifest(made, keys)
         if is_inside:
             if inside.name in {path.split("/")[0] for path in writer.sha256}:
@@ -193,8 +190,28 @@ def _same_place(first: Path, second: Path) -> bool:
     return os.path.realpath(first) == os.path.realpath(second)
 
 
-def _require_equal_digests(written: Mapping[str, str], read: Mapping[str, str]) -> None:
-    """Refuse to sign what is not what was written: whatever came between, the signature would vouch for it."""
+def require_writable(keys: Sequence[SecretKey], shard_bytes: int) -> None:
+    """Refuse what no signed checkpoint can be written with.
+
+    Raises:
+        ConfigError: There is no key to sign with, or a shard would hold nothing.
+    """
+    if not keys:
+        raise ConfigError("keys: expected at least one secret key to sign with, found none")
+    if shard_bytes < 1:
+        raise ConfigError(f"shard_bytes: expected at least 1, found {shard_bytes}")
+
+
+def require_equal_digests(written: Mapping[str, str], read: Mapping[str, str]) -> None:
+    """Refuse to sign what is not what was written: whatever came between, the signature would vouch for it.
+
+    Args:
+        written: SHA-256 of each file as it was written, by path.
+        read: SHA-256 of each file as it was read back to be signed.
+
+    Raises:
+        DigestMismatchError: Two differ, or one is missing on either side.
+    """
     findings = [
         Finding(
             "digest-mismatch",

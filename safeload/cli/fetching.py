@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 import typer
 
 from safeload.cli import options
-from safeload.cli.output import Output
+from safeload.cli.output import Output, new_bars
 from safeload.errors import ConfigError, escape
 from safeload.rendering import text
 from safeload.rendering.text import shown
@@ -419,19 +419,7 @@ class _Bars:
     """A bar for the whole and one for each file that is being fetched, gone when all is done."""
 
     def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as RichProgress
-
-        self._rich = RichProgress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        self._rich = new_bars()
         self._total: TaskID | None = None
         self._files: dict[str, TaskID] = {}
 

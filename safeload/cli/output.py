@@ -157,22 +157,27 @@ class _Bar:
 
     @staticmethod
     def _start() -> RichProgress:
-        # Imported here because only a long run on a terminal needs it.
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as RichProgress
-
-        bar = RichProgress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
+        bar = new_bars()
         bar.start()
         return bar
+
+
+def new_bars() -> RichProgress:
+    """Return bars of bytes, with rate and time left, on stderr; they are gone when they are stopped."""
+    # Imported here because only a long run on a terminal needs it.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
 
 
 def flush() -> None:

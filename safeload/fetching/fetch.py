@@ -73,7 +73,7 @@ from safeload.scanning import (
 from safeload.staging import check_file_set
 from safeload.trust.oms import is_bundle
 from safeload.trust.store import Trust
-from safeload.verifying import read_manifest
+from safeload.verifying import manifest_in, read_manifest
 
 MAX_WORKERS: Final = 8
 """Pieces that are fetched at a time, over all mirrors."""
@@ -360,12 +360,7 @@ def _prepare(
     trusted = expectation.verify(envelope, shown)
     if lacking := expectation.lacking(trusted):
         raise PolicyError(*lacking)
-    itself: dict[str, bytes] = {}
-    if not isinstance(manifest, bytes):
-        place = Path(manifest).parent.resolve() / Path(manifest).name
-        if place.is_relative_to(target):
-            itself = {place.relative_to(target).as_posix(): envelope}
-    return _Wanted(target, trusted, rules, expectation, itself)
+    return _Wanted(target, trusted, rules, expectation, manifest_in(target, manifest, envelope))
 
 
 def _opened(item: str | Path | Mirror, access: Access | None, stack: contextlib.ExitStack) -> Mirror:
