@@ -397,6 +397,7 @@ class StreamSource:
         blake3: bool = False,
         peek_limit: int = 0,
         advance: Callable[[int], None] = lambda _: None,
+        at_hand: Callable[[memoryview, int], int] = lambda _, __: 0,
     ) -> None:
         """Take over `fd`, and close it when the context is left.
 
@@ -409,6 +410,8 @@ class StreamSource:
             blake3: With `hashing`, whether to take BLAKE3 beside every SHA-256, of the file and of its chunks.
             peek_limit: With `hashing`, most bytes to peek at, which are kept until they stream past.
             advance: Told how many bytes were hashed, after each piece; what it raises ends the reading.
+            at_hand: With `hashing`, puts bytes of the file from an offset on into memory without reading them again,
+                and returns how many, 0 where it has none. For who wrote the file and has some of it in memory still.
 
         Raises:
             StagingError: the file's length could not be found.
@@ -428,6 +431,7 @@ class StreamSource:
         self._peek_room = peek_limit
         self._peek_limit = peek_limit
         self._advance = advance
+        self._at_hand = at_hand
         self._fd = fd
         try:
             self.size = os.fstat(fd).st_size
@@ -638,7 +642,7 @@ class StreamSource:
             self._start += self._filled - WINDOW_BYTES
             self._filled = WINDOW_BYTES
         free = self._buffer[self._filled : self._filled + wanted]
-        piece = free[: read_into(self._fd, free, position, path=self.path)]
+        piece = free[: self._at_hand(free, position) or read_into(self._fd, free, position, path=self.path)]
         if not piece:
             raise self._changed("fewer")
         digest.update(piece)

@@ -11,11 +11,14 @@ answer at a time, from the file's start, chunk by chunk, and what is there alrea
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import mmap
 import os
 import queue
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -44,6 +47,7 @@ from safeload.fetching.partial import (
     PartialFile,
     Tree,
     WorkArea,
+    aligned_memory,
     chunk_digests,
     chunk_range,
     require_space,
@@ -80,6 +84,10 @@ MAX_WORKERS: Final = 8
 
 _ROOMS: Final = 3
 """Pieces of more than `_SMALL_BYTES` among them. Each is held in memory until its digest is known: 48 MiB in all."""
+
+_NEAR_PIECES: Final = 8
+"""How far behind what arrives the reader of a file may be to have pieces kept in memory for it. One that is further
+behind hashes what was on disk before, and that can take long."""
 
 _SMALL_BYTES: Final = 1024 * 1024
 """Up to here a piece takes memory of its own; with many small files it is the waiting that costs, not the bytes."""
@@ -455,6 +463,7 @@ class _Arrival:
         self._failure: Exception | None = None
         self._alive = alive
         self._position = 0
+        self._is_read = True
         self._changed = threading.Condition()
         self._refusals: Counter[int] = Counter()
         self._is_claimed = False
@@ -526,10 +535,131 @@ class _Arrival:
                 self._changed.wait(_POLL_SECONDS)
             self._alive()
 
+    def is_soon_read(self, index: int) -> bool:
+        """Whether the reader comes to a piece soon, as far as can be told."""
+        with self._changed:
+            # The last piece comes first where it can, for the parser to peek at, and is read at the end. Where it
+            # comes last nothing is read before.
+            is_in_turn = (index + 1) * self._piece_bytes < self.size or self._missing == {index}
+            is_near = index <= self._position // self._piece_bytes + _NEAR_PIECES
+            return self._is_read and is_in_turn and is_near and not self.without_ranges
+
+    def not_read(self) -> None:
+        """Be told that nobody reads the file any more."""
+        with self._changed:
+            self._is_read = False
+
     def advance(self, nbytes: int) -> None:
         """Be told that so many bytes were read and hashed, and wait until the next ones are there."""
         self._position += nbytes
         self.require(range(self._position, self._position + 1))
+
+
+@dataclass(slots=True)
+class _Room:
+    """Memory that one piece is put into while it arrives.
+
+    Attributes:
+        memory: The memory, at least as long as the piece.
+        is_large: Whether it is of those that there are few of, and that begin with a page.
+        piece: The file and the index of the verified piece in it, for whoever hashes that file next; or None.
+    """
+
+    memory: bytearray | mmap.mmap
+    is_large: bool = False
+    piece: tuple[str, int] | None = None
+
+
+class _Rooms:
+    """The memory for large pieces, used again and again: fresh pages cost more than the hash does. Thread-safe.
+
+    A verified piece that is soon hashed as part of its file stays in its room until it was, so that it need not come
+    back from disk; what arrives waits for that. Where nothing moves, for example because the piece before it is stuck
+    on its way, the room is taken from it.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._n_unmade = _ROOMS
+        self._free: list[_Room] = []
+        self._kept: dict[tuple[str, int], _Room] = {}
+        # First come, first served: of two pieces of a file the later one must not have the last room.
+        self._waiting: deque[object] = deque()
+        self._moved_at = 0.0
+
+    def take(self, alive: Callable[[], object]) -> _Room:
+        """Return a room, waiting for one; what `alive` raises ends that."""
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            self._moved_at = time.monotonic()
+            try:
+                while True:
+                    alive()
+                    if self._waiting[0] is ticket and (room := self._next()) is not None:
+                        return room
+                    self._changed.wait(_POLL_SECONDS)
+            finally:
+                self._waiting.remove(ticket)
+                self._moved_at = time.monotonic()
+                self._changed.notify_all()
+
+    def _next(self) -> _Room | None:
+        if self._free:
+            return self._free.pop()
+        if self._n_unmade:
+            # Made with its first use, so that what fetches little takes little.
+            self._n_unmade -= 1
+            return _Room(aligned_memory(CHUNK_BYTES), is_large=True)
+        if self._kept and time.monotonic() - self._moved_at > _POLL_SECONDS:
+            # The last one kept is the one that is read last.
+            _, room = self._kept.popitem()
+            room.piece = None
+            return room
+        return None
+
+    def give(self, room: _Room) -> None:
+        """Have a room back, or keep it for the reader of the piece that is in it."""
+        with self._changed:
+            # Two may have fetched the same piece.
+            if room.piece is not None and room.piece not in self._kept:
+                self._kept[room.piece] = room
+            else:
+                self._free_again(room)
+            self._moved_at = time.monotonic()
+
+    def _free_again(self, room: _Room) -> None:
+        room.piece = None
+        self._free.append(room)
+        self._changed.notify_all()
+
+    def copy(self, path: str, size: int, target: memoryview, offset: int) -> int:
+        """Put bytes of a file into memory, as `StreamSource` asks for them, and return how many: all, or 0.
+
+        Args:
+            path: The file.
+            size: Its length in bytes.
+            target: Where to put them; they are of one piece. The room of one that is copied to its end is free.
+            offset: Of the first byte in the file.
+        """
+        index, at = divmod(offset, CHUNK_BYTES)
+        with self._changed:
+            room = self._kept.get((path, index))
+            if room is None:
+                return 0
+            with memoryview(room.memory) as memory:
+                target[:] = memory[at : at + len(target)]
+            self._moved_at = time.monotonic()
+            end = offset + len(target)
+            if end % CHUNK_BYTES == 0 or end == size:
+                self._free_again(self._kept.pop((path, index)))
+        return len(target)
+
+    def forget(self, path: str) -> None:
+        """Have back the rooms that were kept for the reader of a file."""
+        with self._changed:
+            for piece in [piece for piece in self._kept if piece[0] == path]:
+                self._free_again(self._kept.pop(piece))
 
 
 class _Following:
@@ -633,9 +763,7 @@ class _Fetch:
         self._events: queue.SimpleQueue[FetchEvent] = queue.SimpleQueue()
         self._counts = _Counts()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="safeload-fetch")
-        self._rooms: queue.LifoQueue[bytearray | None] = queue.LifoQueue()
-        for _ in range(_ROOMS):
-            self._rooms.put(None)
+        self._rooms = _Rooms()
         self._tables = signed_tables(wanted.trusted)
         self._place = wanted.target if incremental else area.files
         self.root = Root(self._place)
@@ -835,12 +963,16 @@ class _Fetch:
                 self._tell("kept", entry.path, done=kept, size=entry.size)
             work = self._piece if chunk_digests(entry) else self._whole
             futures = [self._pool.submit(work, partial, index, arrival, meter) for index in arrival.missing]
+            at_hand = functools.partial(self._rooms.copy, entry.path, entry.size)
             try:
-                with self._stream(os.dup(partial.fd), entry, arrival.advance) as stream:
+                with self._stream(os.dup(partial.fd), entry, arrival.advance, at_hand) as stream:
                     report = self._judge(entry, _Following(stream, arrival), stream)
             finally:
                 # Pieces that can be had are worth having even if another can not: the next run keeps them.
+                arrival.not_read()
+                self._rooms.forget(entry.path)
                 self._await(futures, alive)
+                self._rooms.forget(entry.path)
             if report.findings:
                 sender = lambda place: os.rename(partial.name, place, src_dir_fd=self._area.partial_fd)  # noqa: E731
                 self._put_away(entry, report, sender)
@@ -866,9 +998,15 @@ class _Fetch:
             # The file is closed next, and its number may then be another file's.
             wait(pending)
 
-    def _stream(self, fd: int, entry: FileEntry, advance: Callable[[int], None]) -> StreamSource:
-        room = peek_limit(self._wanted.rules)
-        return StreamSource(fd, entry.path, hashing=True, peek_limit=room, advance=advance)
+    def _stream(
+        self,
+        fd: int,
+        entry: FileEntry,
+        advance: Callable[[int], None],
+        at_hand: Callable[[memoryview, int], int] = lambda _, __: 0,
+    ) -> StreamSource:
+        limit = peek_limit(self._wanted.rules)
+        return StreamSource(fd, entry.path, hashing=True, peek_limit=limit, advance=advance, at_hand=at_hand)
 
     def _judge(self, entry: FileEntry, source: StreamSource | _Following, stream: StreamSource) -> FileReport:
         """Scan and hash a file in one pass, and hold it against the manifest and the policy."""
@@ -946,7 +1084,7 @@ class _Fetch:
         where = chunk_range(entry, index)
         if not arrival.lacks(index):
             return  # it came with the whole file
-        with self._room(len(where), meter) as room:
+        with self._room(len(where), meter) as room, memoryview(room.memory) as memory:
 
             def pull(line: int) -> _Lie | None:
                 mirror = self._mirrors.lines[line].mirror
@@ -956,18 +1094,18 @@ class _Fetch:
                     if not where.start and line in arrival.without_ranges:
                         # The start of the whole file, as another piece found out meanwhile: one such answer is enough.
                         raise FetchError(f"{escape(mirror.name)}: expected ranges, found none", mirror=mirror.name)
-                    room[at : at + len(piece)] = piece
+                    memory[at : at + len(piece)] = piece
                     digest.update(piece)
                     at += len(piece)
                 if lie := _lie(entry, index, digest.digest()):
                     return lie
-                partial.write(where.start, room[:at])
+                self._write_piece(partial, index, room, arrival)
                 return None
 
             is_there = self._until_right(
                 entry, where, Attempts(excluded_for_all=arrival.excluded), pull, arrival, meter
             )
-        # The room is free by now.
+        # Only now: who is told so looks for the piece where it is kept.
         if is_there:
             self._has_come(partial, index, len(where), arrival, meter)
         elif arrival.without_ranges and arrival.claim_the_whole():
@@ -977,31 +1115,60 @@ class _Fetch:
         """Fetch every chunk that is missing from mirrors without ranges: from one answer at a time, in its order."""
         entry = partial.entry
         others = set(range(len(self._mirrors.lines))) - arrival.without_ranges
-        with self._room(CHUNK_BYTES, meter) as room:
 
-            def pull(line: int) -> _Lie | None:
-                mirror = self._mirrors.lines[line].mirror
-                stop = max((chunk_range(entry, index).stop for index in arrival.missing), default=0)
-                index = at = 0
-                with contextlib.closing(self._pull(mirror, entry, range(stop), meter)) as pieces:
-                    for part in _split(pieces, CHUNK_BYTES):
-                        room[at : at + len(part)] = part
-                        at += len(part)
-                        if at < len(chunk_range(entry, index)):
-                            continue
-                        # What is there was verified when it came, and is not looked at again.
-                        if arrival.lacks(index):
-                            if lie := _lie(entry, index, hashlib.sha256(room[:at]).digest()):
-                                return lie
-                            partial.write(index * CHUNK_BYTES, room[:at])
-                            self._mirrors.brought(line, at)
-                            self._has_come(partial, index, at, arrival, meter)
-                        if not arrival.missing:
-                            break
-                        index, at = index + 1, 0
-                return None
+        def pull(line: int) -> _Lie | None:
+            mirror = self._mirrors.lines[line].mirror
+            wanted = range(max(arrival.missing, default=-1) + 1)
+            stop = chunk_range(entry, len(wanted) - 1).stop if wanted else 0
+            with contextlib.closing(self._pull(mirror, entry, range(stop), meter)) as pieces:
+                parts = _split(pieces, CHUNK_BYTES)
+                for index in wanted:
+                    if not arrival.missing:
+                        break
+                    if lie := self._next_piece(partial, index, parts, line, arrival, meter):
+                        return lie
+            return None
 
-            self._until_right(entry, None, Attempts(excluded=others), pull, arrival, meter)
+        self._until_right(entry, None, Attempts(excluded=others), pull, arrival, meter)
+
+    def _next_piece(  # noqa: PLR0917 - the parts of one call
+        self,
+        partial: PartialFile,
+        index: int,
+        parts: Iterator[memoryview],
+        line: int,
+        arrival: _Arrival,
+        meter: Meter,
+    ) -> _Lie | None:
+        """Take the next chunk of a file that comes whole, and write it if it is missing and right."""
+        entry = partial.entry
+        where = chunk_range(entry, index)
+        is_wanted = False
+        with self._room(len(where), meter) as room, memoryview(room.memory) as memory:
+            at = 0
+            while at < len(where):
+                part = next(parts)
+                memory[at : at + len(part)] = part
+                at += len(part)
+            # What is there was verified when it came, and is not looked at again.
+            if is_wanted := arrival.lacks(index):
+                if lie := _lie(entry, index, hashlib.sha256(memory[:at]).digest()):
+                    return lie
+                self._write_piece(partial, index, room, arrival)
+        if is_wanted:
+            self._mirrors.brought(line, at)
+            self._has_come(partial, index, at, arrival, meter)
+        return None
+
+    def _write_piece(self, partial: PartialFile, index: int, room: _Room, arrival: _Arrival) -> None:
+        """Write a verified piece; leave it in its room, and the page cache as it is, where it is hashed from there."""
+        entry = partial.entry
+        where = chunk_range(entry, index)
+        is_kept = room.is_large and arrival.is_soon_read(index)
+        with memoryview(room.memory) as memory:
+            partial.write(where.start, memory[: len(where)], is_aligned=is_kept)
+        if is_kept:
+            room.piece = entry.path, index
 
     def _has_come(self, partial: PartialFile, index: int, nbytes: int, arrival: _Arrival, meter: Meter) -> None:
         """Tell of a piece that was written, which two may have done: of the file whole, and of a range."""
@@ -1017,23 +1184,16 @@ class _Fetch:
             self._tell("piece", entry.path, done=arrival.done, size=entry.size)
 
     @contextlib.contextmanager
-    def _room(self, nbytes: int, meter: Meter) -> Iterator[memoryview]:
-        """Lend memory for one piece. Rooms for large ones are used again: fresh pages cost more than the hash does."""
+    def _room(self, nbytes: int, meter: Meter) -> Iterator[_Room]:
+        """Lend memory for one piece."""
         if nbytes <= _SMALL_BYTES:
-            yield memoryview(bytearray(nbytes))
+            yield _Room(bytearray(nbytes))
             return
-        room = self._free_room(meter)
+        room = self._rooms.take(lambda: meter.advance(0))
         try:
-            yield memoryview(room)
+            yield room
         finally:
-            self._rooms.put(room)
-
-    def _free_room(self, meter: Meter) -> bytearray:
-        while True:
-            meter.advance(0)
-            with contextlib.suppress(queue.Empty):
-                # Made with its first use, so that what fetches little takes little.
-                return self._rooms.get(timeout=_POLL_SECONDS) or bytearray(CHUNK_BYTES)
+            self._rooms.give(room)
 
     def _whole(self, partial: PartialFile, index: int, arrival: _Arrival, meter: Meter) -> None:
         """Fetch a long file whose manifest has no digests of its chunks: one mirror has to bring all of it."""

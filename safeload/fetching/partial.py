@@ -11,14 +11,17 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import re
 import secrets
 import shutil
 import stat
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final, Self
 
@@ -34,6 +37,17 @@ MARGIN_BYTES: Final = 64 * 1024 * 1024
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_BLOCK_BYTES: Final = 4096
+"""Of what offset, length and address have to be multiples where the page cache is passed by (open(2), O_DIRECT): more
+than most disks ask for. One that asks for more says so, and is written to through the cache."""
+
+_FAST_BYTES_PER_SECOND: Final = 250_000_000
+"""What one thread has to get written for a disk to be fast. Where it is slower, the copy into the page cache costs
+nothing beside the writing, and saves whoever loads the checkpoint next from reading it at that speed."""
+
+_TRIAL_BYTES: Final = 64 * 1024 * 1024
+"""Written before it is said of a disk that it is slow."""
 
 _PARTIAL_NAME: Final = re.compile(r"(?P<sha256>[0-9a-f]{64})\.[0-9a-f]{16}")
 
@@ -70,6 +84,30 @@ def chunk_range(entry: FileEntry, index: int) -> range:
     return range(index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, entry.size))
 
 
+def aligned_memory(nbytes: int) -> mmap.mmap:
+    """Return memory that can be written to disk past the page cache: it begins with a page."""
+    return mmap.mmap(-1, nbytes)
+
+
+class Disk:
+    """How fast writes past the page cache were so far, over all files of a run, and so whether to go on with them."""
+
+    def __init__(self) -> None:
+        """Begin with a fast one."""
+        self.is_fast = True
+        self._nbytes = 0
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def wrote(self, nbytes: int, seconds: float) -> None:
+        """Count what one thread wrote, and the time that it took."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._seconds += seconds
+            if self._nbytes >= _TRIAL_BYTES and self._nbytes < _FAST_BYTES_PER_SECOND * self._seconds:
+                self.is_fast = False
+
+
 @dataclass(slots=True)
 class PartialFile:
     """One temporary file, as long as the whole from the start.
@@ -78,26 +116,65 @@ class PartialFile:
         entry: What it is to become.
         name: In the work area's directory of such files.
         fd: Open for reading and writing.
+        disk: The one that it is on.
     """
 
     entry: FileEntry
     name: str
     fd: int
+    disk: Disk
+    _direct: int = field(init=False, default=-1)
+    _is_direct: bool = field(init=False, default=False)
 
-    def write(self, offset: int, data: bytes | memoryview) -> None:
+    def __post_init__(self) -> None:
+        """Open the file a second time, for writing past the page cache, where the file system does that."""
+        if hasattr(os, "O_DIRECT"):
+            # By its descriptor: the same file, whatever has its name by now. Without /proc the cache has to do.
+            with contextlib.suppress(OSError):
+                self._direct = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+                self._is_direct = True
+
+    def write(self, offset: int, data: bytes | memoryview, *, is_aligned: bool = False) -> None:
         """Write bytes, and have the disk begin with them.
+
+        A fast disk is written to past the page cache: to copy a checkpoint there takes longer than to write it, and
+        pushes out what others need, such as the weights of the model that is being served meanwhile.
+
+        Args:
+            offset: Where they belong.
+            data: The bytes.
+            is_aligned: Whether they are in `aligned_memory`, from its start: only such bytes can pass the cache by.
 
         Raises:
             StagingError: There is no room, or the disk does not take them.
         """
-        at = 0
         try:
             with memoryview(data) as left:
+                at = cached_from = self._write_directly(offset, left) if is_aligned else 0
                 while at < len(left):
                     at += os.pwrite(self.fd, left[at:], offset + at)
         except OSError as err:
             raise _no_room(self.entry.path, err) from err
-        _begin_writeback(self.fd, offset, at)
+        if at > cached_from:
+            _begin_writeback(self.fd, offset + cached_from, at - cached_from)
+
+    def _write_directly(self, offset: int, data: memoryview) -> int:
+        """Write as many bytes past the page cache as can be, and return how many."""
+        at = 0
+        whole = len(data) - len(data) % _BLOCK_BYTES if offset % _BLOCK_BYTES == 0 else 0
+        while self._is_direct and self.disk.is_fast and at < whole and at % _BLOCK_BYTES == 0:
+            before = time.monotonic()
+            try:
+                written = os.pwrite(self._direct, data[at:whole], offset + at)
+            except OSError as err:
+                if err.errno != errno.EINVAL:
+                    raise
+                # It does not after all. Other threads may be writing: the descriptor stays open until the end.
+                self._is_direct = False
+            else:
+                self.disk.wrote(written, time.monotonic() - before)
+                at += written
+        return at
 
     def recheck(self, alive: Callable[[], object]) -> set[int]:
         """Hash what is there, and return the chunks that are the signed ones. Holes are not looked at.
@@ -160,9 +237,10 @@ class PartialFile:
 
     def close(self) -> None:
         """Close the file; it stays where it is."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        for fd in (self.fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._direct = -1
 
 
 class Tree:
@@ -243,6 +321,7 @@ class WorkArea:
         self._lock = -1
         self._partial = -1
         self._old: dict[str, list[str]] = {}
+        self._disk = Disk()
 
     def __enter__(self) -> Self:
         """Make or find it, and take the lock.
@@ -324,7 +403,7 @@ class WorkArea:
             while left:
                 fd = self._adopt(left.pop(), name, entry)
                 if fd is not None:
-                    return PartialFile(entry, name, fd)
+                    return PartialFile(entry, name, fd, self._disk)
             fd = os.open(name, _NEW, 0o644, dir_fd=self._partial)
             try:
                 os.ftruncate(fd, entry.size)
@@ -334,7 +413,7 @@ class WorkArea:
                 raise
         except OSError as err:
             raise _no_room(entry.path, err) from err
-        return PartialFile(entry, name, fd)
+        return PartialFile(entry, name, fd, self._disk)
 
     def allocated(self, entry: FileEntry) -> int:
         """Return how many bytes of disk an earlier run left for an entry, as far as that can be told."""

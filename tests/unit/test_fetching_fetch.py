@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import fcntl
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +31,14 @@ from safeload.errors import (
     SignatureError,
     StagingError,
 )
+from safeload.fetching import fetch as fetching
 from safeload.fetching import partial
 from safeload.fetching.fetch import FetchEvent, fetch, fetch_and_report, plan
 from safeload.fetching.http import Client, Timing
 from safeload.fetching.mirrors import Pacing
 from safeload.fetching.partial import work_area_of
 from safeload.fetching.quarantine import Quarantine, quarantine_of
+from safeload.files import read_into
 from safeload.loading import verify
 from safeload.report import Report
 from safeload.trust.dsse import pae
@@ -135,18 +139,91 @@ def test_large_pieces_share_a_few_rooms_and_come_out_right(
 ) -> None:
     made: list[int] = []
 
-    def counted(nbytes: int) -> bytearray:
+    def counted(nbytes: int) -> mmap.mmap:
         made.append(nbytes)
-        return bytearray(nbytes)
+        return partial.aligned_memory(nbytes)
 
-    monkeypatch.setattr("safeload.fetching.fetch._SMALL_BYTES", 0)
-    monkeypatch.setattr("safeload.fetching.fetch.bytearray", counted, raising=False)
+    monkeypatch.setattr("safeload.fetching.fetch.aligned_memory", counted)
     behavior = honest if has_ranges else ignoring_ranges
     with HostileServer(sample.files, behavior) as server:
         bring(sample, tmp_path / "model", client, [server], connections=8)
     assert read_all(tmp_path / "model") == sample.files
     assert 1 <= len(made) <= 3
     assert set(made) == {CHUNK_BYTES}
+
+
+def test_pieces_are_hashed_for_their_file_without_being_read_again(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Counter[str] = Counter()
+
+    def counted(fd: int, target: memoryview, offset: int, *, path: str) -> int:
+        got = read_into(fd, target, offset, path=path)
+        read[path] += got
+        return got
+
+    big = make_sample(tmp_path / "published", {BIG: array_pickle(1, 60 * CHUNK_BYTES)})
+    monkeypatch.setattr("safeload.files.read_into", counted)
+    with HostileServer(big.files) as server:
+        assert bring(big, tmp_path / "model", client, [server], connections=1).is_accepted
+    # The last chunk came first.
+    assert read[BIG] <= CHUNK_BYTES
+    assert read_all(tmp_path / "model") == big.files
+
+
+@pytest.mark.parametrize("connections", [1, 4])
+def test_a_piece_that_is_late_keeps_no_other_from_coming(tmp_path: Path, connections: int) -> None:
+    """All rooms hold pieces that come after it: one is taken, and what was in it comes back from disk."""
+    n_chunks = 12
+    big = make_sample(tmp_path / "published", {BIG: array_pickle(1, n_chunks * CHUNK_BYTES - 1000)})
+    left = set(range(n_chunks))
+    others_are_there = threading.Event()
+
+    def first_last(request: Request, reply: Reply, data: bytes | None) -> None:
+        start, _ = request.range(1 << 30) or (0, 0)
+        index = start // CHUNK_BYTES
+        if index == 0 and connections > 1:
+            assert others_are_there.wait(20)
+        reply.honest(request, data)
+        left.discard(index)
+        if left <= {0}:
+            others_are_there.set()
+
+    timing = Timing(read=30, headers=30)
+    with HostileServer(big.files, first_last) as server, Client(allow_private={"127.0.0.1"}, timing=timing) as patient:
+        assert bring(big, tmp_path / "model", patient, [server], connections=connections).is_accepted
+    assert read_all(tmp_path / "model") == big.files
+    assert left == set()
+
+
+def test_rooms_of_files_that_cannot_be_had_are_free_for_others(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[fetching._Rooms] = []
+    made = fetching._Rooms
+
+    def noted() -> fetching._Rooms:
+        taken.append(made())
+        return taken[-1]
+
+    monkeypatch.setattr(fetching, "_Rooms", noted)
+    both = make_sample(
+        tmp_path / "published", {f"tensor0000{i}_000": array_pickle(i, 9 * CHUNK_BYTES) for i in range(6)}
+    )
+
+    def lying(request: Request, reply: Reply, data: bytes | None) -> None:
+        is_lie = request.path < "tensor00004" and "bytes=65536-" in request.headers["range"]
+        reply.honest(request, bytes(len(data or b"")) if is_lie else data)
+
+    with HostileServer(both.files, lying) as server:
+        settings: dict[str, Any] = {"pacing": Pacing(lies=100, first_delay=0.01), "connections": 8, "incremental": True}
+        report = fetch_and_report(
+            Web(client, server.url), tmp_path / "model", manifest=both.manifest, trust=both.trust, **settings
+        )
+    assert [file.path for file in report.files if not file.findings] == ["tensor00004_000", "tensor00005_000"]
+    assert {finding.code for finding in report.all_findings} == {"digest-mismatch"}
+    (rooms,) = taken
+    assert len(rooms._free) + rooms._n_unmade == 3
 
 
 def test_what_is_fetched_has_ordinary_permissions(tmp_path: Path, sample: Sample, client: Client) -> None:
@@ -633,9 +710,9 @@ def test_a_whole_file_that_is_cut_is_read_again_and_only_what_is_missing_is_writ
     written: list[int] = []
     write = partial.PartialFile.write
 
-    def noted(self: partial.PartialFile, offset: int, data: bytes | memoryview) -> None:
+    def noted(self: partial.PartialFile, offset: int, data: memoryview, *, is_aligned: bool) -> None:
         written.append(offset)
-        write(self, offset, data)
+        write(self, offset, data, is_aligned=is_aligned)
 
     monkeypatch.setattr(partial.PartialFile, "write", noted)
     with HostileServer(sample.files, ignoring_ranges) as server:

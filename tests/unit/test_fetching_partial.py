@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,134 @@ def test_only_chunks_that_are_the_signed_ones_are_good(area: WorkArea) -> None:
     made.write(CHUNK_BYTES, b"!")
     made.write(len(DATA) - 1, b"!")
     assert made.recheck(nothing) == {0, 2}
+    made.close()
+
+
+def is_cached(path: Path, offset: int, nbytes: int) -> bool:
+    """Whether bytes can be read without asking the disk."""
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(nbytes)], offset, os.RWF_NOWAIT) == nbytes
+        except BlockingIOError:
+            return False
+
+
+def passes_the_cache_by(folder: Path) -> bool:
+    """Whether the file system of a folder has direct I/O that is direct."""
+    path = folder / "probe"
+    path.write_bytes(b"")
+    with partial.aligned_memory(8192) as memory:
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        except OSError:
+            return False
+        try:
+            os.write(fd, memory)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+    return not is_cached(path, 0, 4096)
+
+
+def test_verified_chunks_leave_the_page_cache_as_it_is(tmp_path: Path, area: WorkArea) -> None:
+    if not passes_the_cache_by(tmp_path):
+        pytest.skip("this file system has no direct I/O")
+    made = area.open_partial(entry())
+    path = area.path / "partial" / made.name
+    with partial.aligned_memory(CHUNK_BYTES) as memory:
+        for at in range(0, len(DATA), CHUNK_BYTES):
+            data = DATA[at : at + CHUNK_BYTES]
+            memory[: len(data)] = data
+            with memoryview(memory) as view:
+                made.write(at, view[: len(data)], is_aligned=True)
+    made.sync()
+    assert not any(is_cached(path, at, 4096) for at in range(0, len(DATA) - 4096, CHUNK_BYTES))
+    # The last bytes are no whole block, and went the other way.
+    assert len(DATA) % 4096
+    assert path.read_bytes() == DATA
+    assert made.recheck(nothing) == {0, 1, 2, 3}
+    made.close()
+
+
+@pytest.mark.parametrize("at_once", [0, 1000, 4096, CHUNK_BYTES])
+def test_a_disk_that_takes_no_direct_writes_or_a_part_gets_the_bytes_through_the_cache(
+    area: WorkArea, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    made = area.open_partial(entry())
+    real = os.pwrite
+    asked: list[int] = []
+
+    def reluctant(fd: int, data: memoryview, offset: int) -> int:
+        if fd == made.fd:
+            return real(fd, data, offset)
+        asked.append(offset)
+        if not at_once:
+            raise OSError(errno.EINVAL, "no")
+        return real(made.fd, data[:at_once], offset)
+
+    monkeypatch.setattr(os, "pwrite", reluctant)
+    with partial.aligned_memory(CHUNK_BYTES) as memory:
+        for at in range(0, 2 * CHUNK_BYTES, CHUNK_BYTES):
+            memory[:] = DATA[at : at + CHUNK_BYTES]
+            with memoryview(memory) as view:
+                made.write(at, view, is_aligned=True)
+    assert made.recheck(nothing) == {0, 1}
+    if made._direct >= 0:
+        # Who says that it cannot is not asked again.
+        assert len(asked) == {0: 1, 1000: 2, 4096: 2 * CHUNK_BYTES // 4096, CHUNK_BYTES: 2}[at_once]
+    made.close()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_a_slow_disk_is_written_to_through_the_cache_for_who_loads_next(
+    area: WorkArea, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    made = area.open_partial(entry())
+    other = area.open_partial(entry())
+    if made._direct < 0:
+        pytest.skip("this file system has no direct I/O")
+    real = os.pwrite
+    asked: list[int] = []
+
+    def slow(fd: int, data: memoryview, offset: int) -> int:
+        asked.append(fd)
+        time.sleep(seconds)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(partial, "_TRIAL_BYTES", 2 * CHUNK_BYTES)
+    monkeypatch.setattr(partial, "_FAST_BYTES_PER_SECOND", 2 * CHUNK_BYTES / 0.1 if seconds else 1)
+    memory = memoryview(partial.aligned_memory(CHUNK_BYTES))
+    for at in range(0, 3 * CHUNK_BYTES, CHUNK_BYTES):
+        memory[:] = DATA[at : at + CHUNK_BYTES]
+        made.write(at, memory, is_aligned=True)
+    memory[:] = DATA[:CHUNK_BYTES]
+    other.write(0, memory, is_aligned=True)
+    # It is one disk for all files.
+    expected = [made._direct] * 3 + [other._direct]
+    assert asked == (expected if not seconds else [made._direct] * 2 + [made.fd, other.fd])
+    assert made.recheck(nothing) == {0, 1, 2}
+    made.close()
+    other.close()
+
+
+def test_a_full_disk_is_told_of_past_the_cache_too(area: WorkArea, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = area.open_partial(entry())
+    if made._direct < 0:
+        pytest.skip("this file system has no direct I/O")
+    real = os.pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if fd == made._direct:
+            raise OSError(errno.ENOSPC, "full")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    memory = memoryview(partial.aligned_memory(CHUNK_BYTES))
+    with pytest.raises(StagingError, match="cannot write a/b") as caught:
+        made.write(0, memory, is_aligned=True)
+    assert "kept" in (caught.value.hint or "")
     made.close()
 
 
