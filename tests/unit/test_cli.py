@@ -792,8 +792,11 @@ def test_ctrl_c_and_sigterm_end_a_long_run_without_a_verdict_and_leave_nothing(
     while not _is_open(fds, folder / "weights"):
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=20)
+    try:
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=20)
+    finally:
+        process.kill()
     assert (process.returncode, stdout, stderr) == (2, "", "safeload: interrupted\n")
     assert _names(tmp_path) == before
 
