@@ -40,11 +40,19 @@ TokenFile = Annotated[
 ]
 AllowPrivate = Annotated[
     list[str] | None,
-    typer.Option("--allow-private", metavar="HOST", help="a host that may have a private address; repeatable"),
+    typer.Option(
+        "--allow-private",
+        metavar="HOST",
+        help="a host that may have a private address, as this machine has; repeatable",
+    ),
 ]
 AllowHttp = Annotated[
     list[str] | None,
-    typer.Option("--allow-http", metavar="HOST", help="a host that may be asked without TLS; repeatable"),
+    typer.Option(
+        "--allow-http",
+        metavar="HOST",
+        help="a host that may be asked without TLS; this machine always may; repeatable",
+    ),
 ]
 
 quarantine = typer.Typer(
@@ -351,10 +359,10 @@ class _Watcher:
         self._clock = clock
         self._stack = ExitStack()
         self._bars: _Bars | None = None
-        self._begun: tuple[float, int] | None = None  # when, and how many bytes were there then
-        self._told = clock()
+        self._begun = self._told = clock()
         self._complained: float | None = None
-        self._n_files = 0
+        self._complete: set[str] = set()
+        self._arrived = _Arrived()
 
     def __enter__(self) -> Self:
         # What decides about a bar decides about these: a terminal, and no CI job.
@@ -368,22 +376,28 @@ class _Watcher:
     def progress(self, phase: str, done: int, total: int) -> None:
         """Be told how many bytes of all are there."""
         now = self._clock()
-        if self._begun is None:
-            self._begun = now, done
+        arrived = self._arrived.nbytes
+        if not arrived:
+            self._begun = now  # so that the rate is that of what arrives, however long what was there took to hash
         if self._bars is not None:
-            self._bars.total(phase, done, total)
+            self._bars.total(phase, done, total, arrived)
         elif not self._out.json and now - self._told >= _LINE_SECONDS:
             self._told = now
-            self._out.note(f"safeload: {progress_line(self._n_files, done, total, now, self._begun)}")
+            line = progress_line(len(self._complete), done, total, now - self._begun, arrived)
+            self._out.note(f"safeload: {line}")
 
     def watch(self, event: FetchEvent) -> None:
         """Be told what happened."""
-        self._n_files += event.kind == "file"
+        self._arrived.watch(event)
+        if event.kind == "file" or (event.kind == "kept" and event.done == event.size):
+            self._complete.add(event.path)
         self._out.object(event.to_json())
         if self._bars is not None:
             self._bars.file(event)
         if event.message is not None and not self._out.json and (event.kind != "retry" or self._is_due()):
-            where = f"{shown(event.mirror)}: " if event.mirror else ""
+            # Most messages name the mirror already, or the very URL.
+            is_named = event.mirror is None or event.mirror.rstrip("/") in event.message
+            where = "" if is_named else f"{shown(str(event.mirror))}: "
             self._out.note(f"safeload: {where}{shown(event.path)}: {text.printable(event.message)}")
 
     def _is_due(self) -> bool:
@@ -395,21 +409,37 @@ class _Watcher:
         return is_due or self._out.verbose
 
 
-def progress_line(n_files: int, done: int, total: int, now: float, begun: tuple[float, int]) -> str:
+class _Arrived:
+    """Counts the bytes that came from mirrors. Others are there too: of an earlier run, or of another revision."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._done: dict[str, int] = {}
+
+    def watch(self, event: FetchEvent) -> None:
+        before = self._done.get(event.path, 0)
+        if event.kind in {"piece", "file"}:
+            self.nbytes += max(0, event.done - before)
+        if event.kind in {"kept", "piece"}:
+            self._done[event.path] = max(before, event.done)
+        elif event.kind in {"file", "refused"}:
+            self._done.pop(event.path, None)
+
+
+def progress_line(n_files: int, done: int, total: int, seconds: float, arrived: int) -> str:
     """Return how far a fetch has come, how fast it is and how long it will take.
 
     Args:
         n_files: Files that are complete.
         done: Bytes that are there.
         total: Bytes of all files.
-        now: The time in seconds.
-        begun: The time when it began, and the bytes that were there by then.
+        seconds: How long bytes have been arriving.
+        arrived: How many did.
     """
     line = f"{text.count(n_files, 'file')} complete, {human_size(done)} of {human_size(total)}"
-    seconds, nbytes = now - begun[0], done - begun[1]
-    if seconds <= 0 or nbytes <= 0:
+    if seconds <= 0 or arrived <= 0:
         return line
-    rate = nbytes / seconds
+    rate = arrived / seconds
     minutes, left = divmod(round((total - done) / rate), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{line}, {human_size(int(rate))}/s, {hours}:{minutes:02}:{left:02} left"
@@ -421,6 +451,7 @@ class _Bars:
     def __init__(self) -> None:
         self._rich = new_bars()
         self._total: TaskID | None = None
+        self._arrived = 0
         self._files: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:
@@ -430,9 +461,13 @@ class _Bars:
     def __exit__(self, *_: object) -> None:
         self._rich.stop()
 
-    def total(self, phase: str, done: int, total: int) -> None:
+    def total(self, phase: str, done: int, total: int, arrived: int) -> None:
         if self._total is None:
             self._total = self._rich.add_task(phase, total=total)
+        # The rate is made of what `update` adds: what was there already is put in beforehand.
+        came = arrived - self._arrived
+        self._arrived = arrived
+        self._rich.tasks[self._rich.task_ids.index(self._total)].completed = done - came
         self._rich.update(self._total, description=phase, completed=done, total=total)
 
     def file(self, event: FetchEvent) -> None:
@@ -447,7 +482,8 @@ class _Bars:
                 return
             name = escape(event.path)
             name = name if len(name) <= _MAX_NAME_COLUMNS else f"…{name[1 - _MAX_NAME_COLUMNS :]}"
-            self._files[event.path] = self._rich.add_task(name, total=event.size)
+            kept = event.done if event.kind == "kept" else 0
+            self._files[event.path] = self._rich.add_task(name, total=event.size, completed=kept)
         self._rich.update(self._files[event.path], completed=event.done)
 
 
@@ -462,7 +498,7 @@ def list_(directory: _Target, json: options.Json = False) -> int:
     records = store.records()
     out.object({"schema": SCHEMA_VERSION, "quarantine": str(store.path), "items": [_item_json(r) for r in records]})
     if not records:
-        out.line(f"nothing is in quarantine for {shown(str(directory))}")
+        out.line(_nothing_for(directory))
         return 0
     rows = ((record.id, shown(record.path), _why(record), _where_from(record)) for record in records)
     out.table(["id", "file", "why", "from"], rows)
@@ -507,8 +543,12 @@ def purge(
         raise ConfigError("expected either the items to remove or --all", hint="`safeload quarantine list` names them")
     n_removed = _quarantine(directory).purge(None if everything else items)
     out.object({"schema": SCHEMA_VERSION, "removed": n_removed})
-    out.line(f"removed {text.count(n_removed, 'item')}")
+    out.line(f"removed {text.count(n_removed, 'item')}" if n_removed else _nothing_for(directory))
     return 0
+
+
+def _nothing_for(directory: Path) -> str:
+    return f"nothing is in quarantine for {shown(str(directory))}"
 
 
 def _quarantine(directory: Path) -> Quarantine:

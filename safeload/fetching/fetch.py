@@ -862,7 +862,9 @@ class _Fetch:
         reports = [outcome.report for outcome in outcomes.values() if outcome.report is not None]
         if errors and not any(report.findings for report in reports):
             path, error = next(iter(errors.items()))
-            again = "run again to go on: what was verified is kept; --mirror names another place to ask"
+            again = "--mirror names another place to ask"
+            if self._counts.fetched or self._counts.kept:
+                again = f"run again to go on: what was verified is kept; {again}"
             raise FetchError(
                 f"{len(errors)} of {len(outcomes)} files could not be fetched; {escape(path)}: {error.message}",
                 mirror=error.mirror,
@@ -1090,13 +1092,14 @@ class _Fetch:
                 mirror = self._mirrors.lines[line].mirror
                 digest = hashlib.sha256()
                 at = 0
-                for piece in self._pull(mirror, entry, where, meter):
-                    if not where.start and line in arrival.without_ranges:
-                        # The start of the whole file, as another piece found out meanwhile: one such answer is enough.
-                        raise FetchError(f"{escape(mirror.name)}: expected ranges, found none", mirror=mirror.name)
-                    memory[at : at + len(piece)] = piece
-                    digest.update(piece)
-                    at += len(piece)
+                with contextlib.closing(self._pull(mirror, entry, where, meter)) as pieces:
+                    for piece in pieces:
+                        if not where.start and line in arrival.without_ranges:
+                            # The start of the whole file, as another piece found out: one such answer is enough.
+                            raise FetchError(f"{escape(mirror.name)}: expected ranges, found none", mirror=mirror.name)
+                        memory[at : at + len(piece)] = piece
+                        digest.update(piece)
+                        at += len(piece)
                 if lie := _lie(entry, index, digest.digest()):
                     return lie
                 self._write_piece(partial, index, room, arrival)
@@ -1202,10 +1205,12 @@ class _Fetch:
         def pull(line: int) -> _Lie | None:
             digest = hashlib.sha256()
             at = 0
-            for piece in self._pull(self._mirrors.lines[line].mirror, entry, range(entry.size), meter):
-                digest.update(piece)
-                partial.write(at, piece)
-                at += len(piece)
+            mirror = self._mirrors.lines[line].mirror
+            with contextlib.closing(self._pull(mirror, entry, range(entry.size), meter)) as pieces:
+                for piece in pieces:
+                    digest.update(piece)
+                    partial.write(at, piece)
+                    at += len(piece)
             found = digest.hexdigest()
             return None if found == entry.sha256 else _Lie(range(entry.size), entry.sha256, found)
 
@@ -1265,12 +1270,24 @@ class _Fetch:
             if where is not None and arrival.without_ranges:
                 arrival.lies += lies
                 return False
-            raise _none_left(entry, attempts, lies)  # noqa: TRY301 - whatever ends this, those who wait are told
+            raise self._none_left(entry, attempts, lies)  # noqa: TRY301 - whatever ends this, those who wait are told
         except BaseException as err:
             arrival.failed(err if isinstance(err, Exception) else StagingError("interrupted"))
             if not isinstance(err, FetchError | RejectedError):
                 raise
             return False
+
+    def _none_left(
+        self, entry: FileEntry, attempts: Attempts, lies: Sequence[Finding]
+    ) -> FetchError | DigestMismatchError:
+        """Return why no mirror is left to ask: wrong bytes are a verdict, silence is none."""
+        if lies:
+            return DigestMismatchError(*(finding.in_file(entry.path) for finding in lies))
+        if attempts.errors:
+            last = attempts.errors[-1]
+            return FetchError(last.message, mirror=last.mirror, status=last.status, hint=last.hint)
+        given_up = [f"{escape(line.mirror.name)}: {line.gone}" for line in self._mirrors.lines if line.gone is not None]
+        return FetchError(f"every mirror was given up ({'; '.join(given_up)})", hint="name another mirror")
 
     def _has_no_ranges(self, index: int, where: range, arrival: _Arrival, err: FetchError, path: str) -> bool:
         """Whether a mirror failed as one does that sends files whole; then it is not asked for pieces of this one."""
@@ -1346,13 +1363,3 @@ def _split(pieces: Iterable[bytes], nbytes: int) -> Iterator[memoryview]:
             yield part
             at += len(part)
             left = left[len(part) :]
-
-
-def _none_left(entry: FileEntry, attempts: Attempts, lies: Sequence[Finding]) -> FetchError | DigestMismatchError:
-    """Return why no mirror is left to ask: wrong bytes are a verdict, silence is none."""
-    if lies:
-        return DigestMismatchError(*(finding.in_file(entry.path) for finding in lies))
-    if attempts.errors:
-        last = attempts.errors[-1]
-        return FetchError(last.message, mirror=last.mirror, status=last.status, hint=last.hint)
-    return FetchError("every mirror was given up", hint="see the messages before this one, and name another mirror")

@@ -6,6 +6,7 @@ checked elsewhere; here a server is kept from costing time, memory, disk or cred
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import ssl
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import certifi
@@ -54,6 +54,10 @@ _POLL_SECONDS: Final = 0.25
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _LASTING: Final = frozenset({400, 401, 403, 404, 405, 410, 414, 416, 451})
 """Statuses that the same request gets again."""
+
+_MAY_READ: Final = "give a token that may read it (--token-file FILE), and check the URL"
+_NOTHING_THERE: Final = "check the URL: nothing is there"
+_HINTS: Final = {401: _MAY_READ, 403: _MAY_READ, 404: _NOTHING_THERE, 410: _NOTHING_THERE}
 
 _CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _DIGITS: Final = re.compile(r"[0-9]{1,19}")
@@ -196,7 +200,7 @@ class Client:
         self._transport = _Transport(_context(ca_file), max_connections, _Backend(self._timing, self._allow_private))
         # To wait for a connection of our own that is in use is no fault of the server, and ends when that does.
         timeout = httpx.Timeout(self._timing.read, connect=self._timing.connect, pool=None)
-        self._extensions = {"timeout": timeout.as_dict()}
+        self._extensions = {"timeout": timeout.as_dict(), "trace": _hide_the_head}
 
     def __enter__(self) -> Self:
         """Return the client itself."""
@@ -318,7 +322,7 @@ class Client:
                 response = self._answer(request)
             try:
                 if response.status_code not in _REDIRECTS:
-                    with _plainly(str(here)):
+                    with _plainly(str(here), response.status_code):
                         yield response
                     return
                 following = _following(response)
@@ -377,6 +381,19 @@ class Client:
             )
 
 
+def _hide_the_head(name: str, info: dict[str, Any]) -> None:
+    """Take what a server's head says out of what httpcore is about to log; it calls this first, with the same `info`.
+
+    An application may log everything that happens at level DEBUG. Where a redirect leads can hold a signature that
+    gives access, and a cookie is one; so can the line that an error quotes.
+    """
+    # What the call itself returns or raises stays as it is.
+    if name == "http11.receive_response_headers.complete":
+        info["return_value"] = "not shown"
+    if str(info.get("exception", "")).startswith(_QUOTING):
+        info["exception"] = "not shown"
+
+
 def _following(response: httpx.Response) -> httpx.URL:
     said = response.headers.get("location", "")
     try:
@@ -410,8 +427,8 @@ def _context(ca_file: str | Path | None) -> ssl.SSLContext:
 
 
 @contextmanager
-def _plainly(url: str) -> Iterator[None]:
-    """Turn whatever the transport raises into a `FetchError` that names the mirror."""
+def _plainly(url: str, status: int | None = None) -> Iterator[None]:
+    """Turn whatever the transport raises into a `FetchError` that names the mirror, and the status that came before."""
     where = shown(url)
     try:
         yield
@@ -426,7 +443,7 @@ def _plainly(url: str) -> Iterator[None]:
         why = escape(str(err)) or type(err).__name__
         # Whose certificate it is does not change from one second to the next.
         lasting = isinstance(err.__cause__, httpcore.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in why
-        raise FetchError(f"cannot read {where}: {why}", mirror=where, lasting=lasting) from err
+        raise FetchError(f"cannot read {where}: {why}", mirror=where, status=status, lasting=lasting) from err
 
 
 def _bad(response: httpx.Response, message: str, *, lasting: bool = False, hint: str | None = None) -> FetchError:
@@ -446,14 +463,13 @@ def _require_status(response: httpx.Response, wanted: set[int]) -> None:
     if status in wanted:
         return
     where = shown(str(response.url))
-    hints = {401: "give a token that may read it", 403: "give a token that may read it"}
     raise FetchError(
         f"{where}: expected status {' or '.join(map(str, sorted(wanted)))}, found {status}",
         mirror=where,
         status=status,
         retry_after=_retry_after(response.headers.get("retry-after", "")),
         lasting=status in _LASTING,
-        hint=hints.get(status),
+        hint=_HINTS.get(status),
     )
 
 
@@ -585,7 +601,10 @@ class _Stream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
-        made = _aside(lambda: self._inner.start_tls(ssl_context, server_hostname, timeout))
+        # Where it fails, httpcore closes the connection itself.
+        made = _aside(
+            lambda: self._inner.start_tls(ssl_context, server_hostname, timeout), unwanted=lambda made: made.close()
+        )
         return _Stream(made, self._timing)
 
     def get_extra_info(self, info: str) -> Any:
@@ -614,7 +633,8 @@ class _Backend(httpcore.NetworkBackend):
                 stream = _aside(
                     lambda address=address: self._inner.connect_tcp(  # type: ignore[misc] # mypy has no type for it
                         address, port, timeout, local_address, socket_options
-                    )
+                    ),
+                    unwanted=lambda made: made.close(),
                 )
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as err:
                 failure = err
@@ -633,39 +653,64 @@ def _resolved(host: str, port: int, allow_private: frozenset[str], timeout: floa
         raise FetchError(message, hint="check the URL, and how this machine looks up names") from err
 
 
-def _aside(call: Callable[[], T], timeout: float | None = None) -> T:
+def _aside(
+    call: Callable[[], T], timeout: float | None = None, *, unwanted: Callable[[T], object] = lambda _: None
+) -> T:
     """Return what a call of the system returns that nothing can end, from a thread that is left to itself if need be.
 
     Args:
         call: Ends some time, for example by a timeout of its own.
         timeout: Seconds to wait for it at most.
+        unwanted: Told what the call returned where nobody waits for it any more.
 
     Raises:
         BaseException: What the call raised.
         TimeoutError: It took longer.
     """
     answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    is_left = threading.Event()
+
+    def clear_away() -> None:
+        # Whichever of the two threads comes last finds both the answer and that nobody waits; one of them takes it.
+        with contextlib.suppress(queue.Empty):
+            value, err = answer.get_nowait()
+            if err is None:
+                unwanted(value)  # type: ignore[arg-type] # None only where the call returns that
 
     def work() -> None:
         try:
             answer.put((call(), None))
         except BaseException as err:  # noqa: BLE001 - raised again below
             answer.put((None, err))
+        if is_left.is_set():
+            clear_away()
 
     # A daemon: the process does not wait for it either.
     threading.Thread(target=work, name="safeload-connect", daemon=True).start()
     until = None if timeout is None else time.monotonic() + timeout
+    try:
+        value, err = _awaited(answer, until)
+    except BaseException:
+        is_left.set()
+        clear_away()
+        raise
+    if err is None:
+        return value  # type: ignore[return-value] # as above
+    try:
+        raise err
+    finally:
+        # Its traceback leads to this frame: whatever the frames above hold would stay until the garbage is collected.
+        del err
+
+
+def _awaited(answer: queue.SimpleQueue[T], until: float | None) -> T:
     while True:
         _look_whether_to_stop()
         try:
-            value, err = answer.get(timeout=_POLL_SECONDS)
+            return answer.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             if until is not None and time.monotonic() >= until:
                 raise TimeoutError from None
-            continue
-        if err is not None:
-            raise err
-        return value  # type: ignore[return-value] # None only where the call returns that
 
 
 class _Transport(httpx.BaseTransport):
@@ -706,14 +751,6 @@ class _Transport(httpx.BaseTransport):
             extensions=answer.extensions,
         )
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_value: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         self._pool.close()
 
@@ -731,6 +768,9 @@ class _Body(httpx.SyncByteStream):
             self._stream.close()
 
 
+_QUOTING: Final = "illegal header line"
+"""Where a message of h11 begins that quotes a line of a head, which may be the one that says where a redirect leads."""
+
 _HTTPCORE_ERRORS: Final = (
     httpcore.TimeoutException,
     httpcore.NetworkError,
@@ -745,4 +785,6 @@ def _as_httpx() -> Iterator[None]:
     try:
         yield
     except _HTTPCORE_ERRORS as err:
+        if str(err).startswith(_QUOTING):
+            err = httpcore.RemoteProtocolError(_QUOTING)
         raise httpx.TransportError(str(err) or type(err).__name__) from err

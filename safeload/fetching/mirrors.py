@@ -52,6 +52,7 @@ class Pacing:
         breaker: Failures without a success between them, after which it is left alone for `cooldown`.
         cooldown: How long that is; then one connection tries whether it is back.
         openings: How often that may happen without a success between, before it is given up.
+        looks: How often to look for a mirror that never answered, before it is given up: most likely its URL is wrong.
         lies: Pieces with wrong bytes, after which it is given up.
     """
 
@@ -62,6 +63,7 @@ class Pacing:
     breaker: int = 8
     cooldown: float = 30.0
     openings: int = 2
+    looks: int = 3
     lies: int = 3
 
 
@@ -72,6 +74,7 @@ class Line:
     Attributes:
         mirror: The mirror.
         nbytes: Bytes that came from it and were right.
+        has_answered: Whether it ever said anything, be it no.
         failures: How often it failed, in all.
         lies: How many pieces it sent with wrong bytes.
         gone: Why it is not asked any more, or None.
@@ -79,11 +82,13 @@ class Line:
 
     mirror: Mirror
     nbytes: int = 0
+    has_answered: bool = False
     failures: int = 0
     lies: int = 0
     gone: str | None = None
     in_use: int = 0
     in_a_row: int = 0
+    looks: int = 0
     openings: int = 0
     ready_at: float = 0.0
 
@@ -171,6 +176,7 @@ class Mirrors:
         with self._changed:
             line = self.lines[index]
             line.nbytes += nbytes
+            line.has_answered = True
             line.in_a_row = line.openings = 0
 
     def failed(self, index: int, attempts: Attempts, error: FetchError) -> None:
@@ -179,6 +185,7 @@ class Mirrors:
             line = self.lines[index]
             attempts.errors.append(error)
             line.failures += 1
+            line.has_answered = line.has_answered or error.status is not None
             if error.lasting:
                 # It answered, and knows no such file: no reason to think ill of it otherwise.
                 attempts.excluded.add(index)
@@ -186,16 +193,15 @@ class Mirrors:
                 return
             line.in_a_row += 1
             pacing = self._pacing
-            # Where nobody ever was, one look after the pause is enough: most likely the URL is wrong.
-            is_still_absent = (
-                error.status is None
-                and not line.nbytes
-                and line.in_a_row > pacing.breaker
-                and self._clock() >= line.ready_at
-            )
-            delay = min(pacing.first_delay * 2 ** min(line.in_a_row - 1, 30), pacing.longest_delay)
+            if not line.has_answered and line.in_use == 1:
+                # What was asked at the same time as this is one look, however many failed: this is the last of them.
+                line.looks += 1
+                if line.looks >= pacing.looks:
+                    line.gone = f"it never answered; looked for {line.looks} times"
+            n_failures = line.in_a_row if line.has_answered else max(1, line.looks)
+            delay = min(pacing.first_delay * 2 ** min(n_failures - 1, 30), pacing.longest_delay)
             delay *= _JITTER.uniform(0.5, 1.0)
-            if line.in_a_row % pacing.breaker == 0 or is_still_absent:
+            if line.has_answered and line.in_a_row % pacing.breaker == 0:
                 line.openings += 1
                 delay = max(delay, pacing.cooldown)
                 if line.openings >= pacing.openings:
@@ -211,6 +217,7 @@ class Mirrors:
         """Record that it sent wrong bytes: it is not asked for this piece again."""
         with self._changed:
             line = self.lines[index]
+            line.has_answered = True
             line.lies += 1
             attempts.excluded.add(index)
             if line.lies >= self._pacing.lies:
@@ -232,7 +239,7 @@ class Mirrors:
         return not is_excluded and not is_tired and self.lines[index].gone is None
 
     def _is_ready(self, line: Line, now: float) -> bool:
-        is_on_trial = line.in_a_row >= self._pacing.breaker
+        is_on_trial = line.in_a_row >= (self._pacing.breaker if line.has_answered else 1)
         return line.in_use < (1 if is_on_trial else self._connections) and line.ready_at <= now
 
 

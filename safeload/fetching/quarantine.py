@@ -147,15 +147,8 @@ class Quarantine:
         Raises:
             ConfigError: A record, or the quarantine itself, is none of ours.
         """
-        if not self.path.is_dir():
-            return ()
-        self._require_private()
-        try:
-            names = sorted(place.name for place in self.path.iterdir() if _ID.fullmatch(place.name))
-        except OSError as err:
-            raise ConfigError(f"cannot read {escape(str(self.path))}: {reason(err)}") from err
         # One without a record was left by a process that died between the two; it is shown by its name all the same.
-        return tuple(self._record(name) for name in names[:MAX_ITEMS])
+        return tuple(self._record(name) for name in self._names()[:MAX_ITEMS])
 
     def record(self, name: str) -> Record:
         """Return one record.
@@ -163,10 +156,7 @@ class Quarantine:
         Raises:
             ConfigError: There is none of this name, or it is none of ours.
         """
-        if not _ID.fullmatch(name) or not (self.path / name).is_dir():
-            raise ConfigError(f"there is nothing called {escape(name)} in {escape(str(self.path))}")
-        self._require_private()
-        return self._record(name)
+        return self._record(self._found(name))
 
     def content(self, name: str) -> Path | None:
         """Return where the content of an item is, None where none was kept. It is as dangerous as it was."""
@@ -174,24 +164,43 @@ class Quarantine:
         return place if place.is_file() else None
 
     def purge(self, names: Sequence[str] | None = None) -> int:
-        """Remove items for good, and return how many.
+        """Remove items for good, and return how many. What their records say does not matter.
 
         Args:
             names: Which; None for all.
 
         Raises:
-            ConfigError: There is none of such a name.
+            ConfigError: There is none of such a name, or the quarantine is none of ours.
             StagingError: The system refuses.
         """
-        chosen = [record.id for record in self.records()] if names is None else [self.record(n).id for n in names]
+        chosen = self._names() if names is None else list(dict.fromkeys(self._found(name) for name in names))
         try:
-            for name in dict.fromkeys(chosen):
+            for name in chosen:
                 shutil.rmtree(self.path / name)
             if names is None and self.path.is_dir() and not any(self.path.iterdir()):
                 self.path.rmdir()
         except OSError as err:
             raise StagingError(f"cannot remove from {escape(str(self.path))}: {reason(err)}") from err
-        return len(set(chosen))
+        return len(chosen)
+
+    def _names(self) -> list[str]:
+        if not self.path.is_dir():
+            return []
+        self._require_private()
+        try:
+            return sorted(place.name for place in self.path.iterdir() if _ID.fullmatch(place.name))
+        except OSError as err:
+            raise ConfigError(f"cannot read {escape(str(self.path))}: {reason(err)}") from err
+
+    def _found(self, name: str) -> str:
+        """Return the name of an item if there is one, so that nothing else can be named."""
+        if not _ID.fullmatch(name) or not (self.path / name).is_dir():
+            raise ConfigError(
+                f"there is nothing called {escape(name)} in {escape(str(self.path))}",
+                hint="`safeload quarantine list` names what there is",
+            )
+        self._require_private()
+        return name
 
     def _require_private(self) -> None:
         try:
@@ -222,4 +231,7 @@ class Quarantine:
             parsed: Any = json.loads(data)
             return Record.model_validate({**parsed, "id": name})
         except (ValidationError, ValueError, TypeError, RecursionError) as err:
-            raise ConfigError(f"{escape(str(place))} is no record of a quarantine", hint="remove it") from err
+            raise ConfigError(
+                f"{escape(str(place))} is no record of a quarantine",
+                hint=f"remove the item: safeload quarantine purge DIR {name}",
+            ) from err

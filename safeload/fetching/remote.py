@@ -28,7 +28,7 @@ from safeload.formats import Parsed
 from safeload.parallel import Meter, run
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport, Progress, Report
-from safeload.scanning import check_indexes, file_report, parse, policy_facts
+from safeload.scanning import check_indexes, file_report, parse, peek_limit, policy_facts
 
 MAX_BYTES_A_FILE: Final = 64 * 1024 * 1024
 """Most bytes of one file that a remote scan asks for. The table of a real file takes kilobytes, the largest tokenizers
@@ -41,9 +41,6 @@ that small reads next to each other are better had together; and a shard that is
 _KEPT_BYTES: Final = 4 * 1024 * 1024
 """How much of what came is kept for each file that is being read: parsers read windows that overlap."""
 
-_TELLING_BYTES: Final = 64 * 1024
-"""More than is looked at of a file to tell what it is."""
-
 _TRIES: Final = 4
 """How often a range is asked for, before a whole scan is given up for it."""
 
@@ -52,6 +49,13 @@ _FIRST_PAUSE_SECONDS: Final = 0.5
 
 _MAX_PAUSE_SECONDS: Final = 30.0
 """Longest wait that a server can ask for. Who waits for a scan would rather know."""
+
+
+_OF_A_PAGE: Final = (
+    "the page of a folder? name the URL of a file; or bring what a manifest lists: "
+    "safeload fetch URL DIR -m MANIFEST --trust KEY.pub"
+)
+"""What to do about a web page that a URL leads to. What a parser would say, to fetch it again, nobody did yet."""
 
 
 @dataclass(slots=True)
@@ -113,6 +117,7 @@ class RangeSource:
         self._max_bytes = max_bytes
         self._room = max_bytes
         self._peek_room = self._peek_limit = peek_limit
+        self._peeked: set[tuple[int, int]] = set()
         self._alive = alive
         self._sleep = sleep or (lambda seconds: pause_for(seconds, alive))
         self._kept: list[tuple[int, bytes]] = []  # pieces by offset, the one that came last at the end
@@ -143,7 +148,9 @@ class RangeSource:
             LimitError: As for `read`; or code "too-much-inline": tables take more than the policy allows.
         """
         end = min(offset + nbytes, self.size)
-        self._peek_room -= max(0, end - offset)
+        if (offset, end) not in self._peeked:  # as `StreamSource` counts
+            self._peeked.add((offset, end))
+            self._peek_room -= max(0, end - offset)
         if self._peek_room < 0:
             message = f"expected tables of at most {self._peek_limit:,} bytes in all, found more"
             raise LimitError(Finding("too-much-inline", message, offset=offset))
@@ -252,8 +259,6 @@ def scan_remote(
     chosen = [sources] if isinstance(sources, str) else sources
     rules = load_policy(policy)
     traffic = Traffic()
-    # What is peeked at to tell the format counts as well, and is no table.
-    peek_limit = rules.limits.max_inline_bytes + _TELLING_BYTES
     findings: list[Finding] = []
     jobs: list[_Job] = []
     with ExitStack() as stack:
@@ -266,7 +271,7 @@ def scan_remote(
             jobs += found
         files = run(
             jobs,
-            lambda job, meter: _scan(job, rules, _Reading(traffic, max_bytes_a_file, peek_limit, meter), meter),
+            lambda job, meter: _scan(job, rules, _Reading(traffic, max_bytes_a_file, peek_limit(rules), meter), meter),
             size=lambda job: job.stat.size,
             threads=connections,
             phase="scanning",
@@ -352,11 +357,14 @@ def _scan(job: _Job, policy: Policy, reading: _Reading, meter: Meter) -> FileRep
     if parsed.refusal is None:
         return report
     # The report names the file already; and to `explain` it takes a file that is here.
+    hint = _OF_A_PAGE if kind == "html" and not job.path else None
     return FileReport(
         job.shown,
         kind,
         job.stat.size,
-        findings=tuple(Finding(f.code, f.message, offset=f.offset, hint=f.hint) for f in parsed.refusal.findings),
+        findings=tuple(
+            Finding(f.code, f.message, offset=f.offset, hint=hint or f.hint) for f in parsed.refusal.findings
+        ),
         globals=parsed.globals,
         error=type(parsed.refusal),
     )

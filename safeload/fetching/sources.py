@@ -448,6 +448,7 @@ class DirectorySource:
                 if found != size:
                     raise FetchError(
                         f"{escape(self.name)}: expected {size:,} bytes in {escape(path)}, found {found:,}",
+                        lasting=True,
                         hint="this mirror has another version of the file",
                     )
                 yield from self._pieces(fd, path, start, min(stop, size))
@@ -493,7 +494,8 @@ class DirectorySource:
 
     def _unusable(self, err: Exception) -> FetchError:
         why = reason(err) if isinstance(err, OSError) else str(err)
-        return FetchError(f"{escape(self.name)}: {why}")
+        # A file that is not there, or is a link, will be so in a second; other files may well be there.
+        return FetchError(f"{escape(self.name)}: {why}", lasting=isinstance(err, FileSetError))
 
 
 class FsspecSource:
@@ -583,4 +585,7 @@ class FsspecSource:
         return f"{self._root}/{path}" if path else str(self._root)
 
     def _unusable(self, path: str, err: Exception) -> FetchError:
-        return FetchError(f"{escape(self.name)}: cannot read {escape(path) or 'the folder'}: {reason(err)}")
+        return FetchError(
+            f"{escape(self.name)}: cannot read {escape(path) or 'the folder'}: {reason(err)}",
+            lasting=isinstance(err, FileNotFoundError),
+        )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -313,7 +313,7 @@ def test_a_mirror_gets_no_token_and_its_lies_are_told(
         assert {headers.get("authorization") for _, _, headers in honest.requests} == {None}
     assert {headers.get("authorization") for _, _, headers in server.requests} == {"Bearer hf_abc"}
     assert "wrong piece" in done.stdout
-    assert f"safeload: {server.url}/ckpt" in done.stderr
+    assert f" from {server.url}/ckpt" in done.stderr
 
 
 def test_a_token_is_for_the_sources_host_however_its_scheme_is_spelled(
@@ -517,9 +517,43 @@ def test_an_unsigned_fetch_cannot_be_loaded_or_verified(run: Run, signed: Signed
 
 
 def test_a_line_says_how_far_how_fast_and_how_long() -> None:
-    line = fetching.progress_line(3, 3 << 30, 10 << 30, 30.0, (10.0, 1 << 30))
+    line = fetching.progress_line(3, 3 << 30, 10 << 30, 20.0, 2 << 30)
     assert line == "3 files complete, 3.0 GiB of 10.0 GiB, 102.4 MiB/s, 0:01:10 left"
-    assert fetching.progress_line(1, 5, 10, 10.0, (10.0, 5)) == "1 file complete, 5 B of 10 B"
+    assert fetching.progress_line(1, 5, 10, 10.0, 0) == "1 file complete, 5 B of 10 B"
+    assert fetching.progress_line(1, 5, 10, 0.0, 5) == "1 file complete, 5 B of 10 B"
+
+
+def watched_line(events: Sequence[FetchEvent], *, done: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what is said after 20 s, of which an event took one each."""
+    now = 0.0
+    with fetching._Watcher(Output(), clock=lambda: now) as watcher:
+        watcher.progress("fetching", 0, 100_000)
+        for second, event in enumerate(events, 1):
+            now = float(second)
+            watcher.watch(event)
+            watcher.progress("fetching", 1, 100_000)
+        now = 20.0
+        watcher.progress("fetching", done, 100_000)
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_was_there_makes_no_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = [FetchEvent("kept", "a", done=309, size=309), FetchEvent("kept", "b", done=50_000, size=60_000)]
+    line = watched_line(kept, done=50_309, capsys=capsys)
+    assert line == "safeload: 1 file complete, 49.1 KiB of 97.7 KiB"
+
+
+def test_the_rate_is_that_of_what_came(capsys: pytest.CaptureFixture[str]) -> None:
+    events = [
+        FetchEvent("kept", "b", done=50_000, size=60_000),
+        FetchEvent("piece", "b", done=54_096, size=60_000),
+        FetchEvent("piece", "b", done=52_048, size=60_000),  # two threads may tell of theirs in another order
+        FetchEvent("piece", "b", done=58_192, size=60_000),
+        FetchEvent("file", "c", done=2048, size=2048),  # of a file without pieces
+    ]
+    # Nothing came within the first second; 8 KiB and 2 KiB did within the 19 that followed.
+    line = watched_line(events, done=60_240, capsys=capsys)
+    assert line == "safeload: 1 file complete, 58.8 KiB of 97.7 KiB, 538 B/s, 0:01:14 left"
 
 
 def test_without_a_terminal_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -542,7 +576,7 @@ def test_on_a_terminal_there_is_a_bar_for_each_file(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stderr", screen)
     bars = fetching._Bars()
     with bars:
-        bars.total("fetching", 10, 100)
+        bars.total("fetching", 10, 100, 0)
         bars.file(FetchEvent("piece", "a/very/long/" + "x" * 40 + "/[bold]name\x1b[2J", done=5, size=10))
         bars.file(FetchEvent("piece", "b", done=5, size=10))
         assert len(bars._files) == 2
@@ -559,6 +593,59 @@ def test_on_a_terminal_there_is_a_bar_for_each_file(monkeypatch: pytest.MonkeyPa
     assert described[0] == "fetching"
     assert described[1].endswith(r"[bold]name\x1b[2J")
     assert len(described[1]) == 32
+
+
+def test_a_bar_has_the_rate_of_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    now = 0.0
+    bars = fetching._Bars()
+    monkeypatch.setattr(bars._rich, "get_time", lambda: now)
+    with bars:
+        bars.total("fetching", 0, 10_000, 0)
+        bars.file(FetchEvent("kept", "a", done=5000, size=8000))
+        for second, (done, arrived) in enumerate([(5000, 0), (5100, 100), (7200, 200), (7300, 300)], 1):
+            now = float(second)
+            bars.total("fetching", done, 10_000, arrived)
+            bars.file(FetchEvent("piece", "a", done=5000 + arrived, size=8000))
+        total, file = bars._rich.tasks
+        assert (total.completed, total.speed) == (7300, 100)
+        assert (file.completed, file.speed) == (5300, 100)
+
+
+def test_one_that_nobody_serves_is_given_up_within_seconds(run: Run, signed: Signed, tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        url = f"http://{HOST}:{taken.getsockname()[1]}/x"
+    before = time.monotonic()
+    done = run("fetch", url, tmp_path / "ckpt", *signed.options, *PRIVATE)
+    assert time.monotonic() - before < 10
+    assert done.code == 2
+    assert "Connection refused" in done.stderr
+    # What is told meanwhile names the URL, and once.
+    (first, *_) = done.stderr.splitlines()
+    assert first.count(url) == 1
+
+
+def test_a_directory_without_most_files_is_asked_for_the_others_and_not_waited_for(run: Run, tmp_path: Path) -> None:
+    folder, key, manifest = tmp_path / "published", tmp_path / "key", tmp_path / "manifest.json"
+    folder.mkdir()
+    shards = [folder / f"shard{index}" for index in range(12)]
+    for path in shards:
+        path.write_bytes(shard(n=3000))
+    (folder / "config.json").write_bytes(b"{}")  # the smallest, and so the last that is asked for
+    assert run("keygen", "-o", key, "--no-passphrase").code == 0
+    assert run("sign", folder, "--key", key, "-o", manifest).code == 0
+    for path in shards:
+        path.unlink()
+    before = time.monotonic()
+    done = run("fetch", folder, tmp_path / "ckpt", "-m", manifest, "--trust", f"{key}.pub", "--connections", "1")
+    assert time.monotonic() - before < 10
+    assert done.code == 2
+    assert "12 of 13 files could not be fetched" in done.stderr
+
+
+def test_purging_what_is_empty_says_so(run: Run, tmp_path: Path) -> None:
+    done = run("quarantine", "purge", tmp_path, "--all")
+    assert (done.code, done.last) == (0, f"nothing is in quarantine for {tmp_path}")
 
 
 @pytest.mark.parametrize("more", [("list",), ("purge", "--all")])

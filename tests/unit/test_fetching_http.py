@@ -8,7 +8,9 @@ import ipaddress
 import logging
 import socket
 import ssl
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -377,6 +379,7 @@ def test_whoever_gives_up_need_not_wait_for_the_server(behavior: Behavior) -> No
 def test_whoever_gives_up_need_not_wait_for_a_name_or_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     def slowly(*_: object, **__: object) -> None:
         time.sleep(3)
+        raise httpcore.ConnectError("too late")
 
     for thing, name in ((socket, "getaddrinfo"), (httpcore.SyncBackend, "connect_tcp")):
         before = time.monotonic()
@@ -395,6 +398,91 @@ def test_whoever_gives_up_need_not_wait_for_a_handshake() -> None:
             with watched(given_up_after(0.2)), pytest.raises(GivenUpError):
                 list(patient.read(url, 0, 1))
             assert time.monotonic() - before < 2
+
+
+def connecting() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "safeload-connect"}
+
+
+def await_all_but(others: set[threading.Thread]) -> None:
+    for thread in connecting() - others:
+        thread.join(5)
+
+
+class Moment:
+    """Has whoever waits give up once something has begun, and lets that end only then."""
+
+    def __init__(self) -> None:
+        self._has_begun = threading.Event()
+        self._is_given_up = threading.Event()
+
+    def alive(self) -> None:
+        if self._has_begun.is_set():
+            self._is_given_up.set()
+            raise GivenUpError
+
+    def has_come(self) -> None:
+        self._has_begun.set()
+        assert self._is_given_up.wait(5)
+        time.sleep(0.1)
+
+
+def test_a_connection_that_is_made_after_its_asker_gave_up_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    moment = Moment()
+
+    def connect(*_: object, **__: object) -> httpcore.NetworkStream:
+        moment.has_come()
+        near, far = socket.socketpair()
+        made.append(far)
+
+        class Near(httpcore.NetworkStream):
+            def close(self) -> None:
+                near.close()
+
+        return Near()
+
+    monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", connect)
+    others = connecting()
+    with (
+        Client(allow_private={"127.0.0.1"}, timing=PATIENT) as patient,
+        watched(moment.alive),
+        pytest.raises(GivenUpError),
+    ):
+        list(patient.read("http://127.0.0.1:1/x", 0, 1))
+    await_all_but(others)
+    (far,) = made
+    with far:
+        far.settimeout(5)
+        assert far.recv(1) == b""
+
+
+def test_a_handshake_that_ends_after_its_asker_gave_up_leaves_nothing_open(
+    authority: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca_file, context = authority
+    handshake = ssl.SSLContext.wrap_socket
+    made: list[ssl.SSLSocket] = []
+    moment = Moment()
+
+    def slowly(self: ssl.SSLContext, *asked: Any, **more: Any) -> ssl.SSLSocket:
+        done = handshake(self, *asked, **more)
+        if self is not context:
+            made.append(done)
+            moment.has_come()
+        return done
+
+    with HostileServer({"file": DATA}, tls=context) as server:
+        monkeypatch.setattr(ssl.SSLContext, "wrap_socket", slowly)
+        others = connecting()
+        with (
+            Client(allow_private={"127.0.0.1"}, timing=PATIENT, ca_file=ca_file) as patient,
+            watched(moment.alive),
+            pytest.raises(GivenUpError),
+        ):
+            read(patient, server, 0, SIZE, size=SIZE)
+        await_all_but(others)
+    assert [stream.fileno() for stream in made] == [-1]
 
 
 def test_a_name_that_takes_too_long_to_look_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,17 +551,43 @@ def test_a_connection_that_its_server_closed_meanwhile_is_no_failure(client: Cli
             assert read(client, server, 0, SIZE, size=SIZE) == DATA
 
 
-def test_what_gives_access_is_not_logged(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_gives_access_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     def behave(request: Request, reply: Reply, data: bytes | None) -> None:
         if request.path == "file":
-            reply.head(302, Content_Length=0, Location="/other?signature=secret")
+            reply.head(302, Content_Length=0, Location="/other?signature=secret", Set_Cookie="who=secret")
         else:
             reply.honest(request, data)
 
-    with HostileServer({"other": DATA}, behave) as server, caplog.at_level(logging.INFO):
-        assert read(client, server, 10, 20, size=SIZE) == DATA[10:20]
+    with (
+        HostileServer({"other": DATA}, behave) as server,
+        Client(allow_private={"127.0.0.1"}, token=Token(server.url, "secret")) as asking,
+        caplog.at_level(logging.DEBUG),
+    ):
+        assert read(asking, server, 10, 20, size=SIZE) == DATA[10:20]
     assert server.requests[1].target == "/other?signature=secret"
+    # What is said is what was called, and with what outcome; what the server's head says is not.
+    assert caplog.text.count("receive_response_headers.complete return_value='not shown'") == 2
     assert "secret" not in caplog.text
+
+
+def test_a_line_of_a_head_that_is_none_is_not_quoted(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    def behave(_: Request, reply: Reply, __: bytes | None) -> None:
+        reply.raw(b"HTTP/1.1 302 x\r\nLocation : /other?signature=secret\r\nContent-Length: 0\r\n\r\n")
+
+    with caplog.at_level(logging.DEBUG):
+        error = refusal(client, behave)
+    assert error.message.endswith("/file: illegal header line")
+    assert "exception='not shown'" in caplog.text
+    assert "secret" not in caplog.text + "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("n", [0, SIZE - 1])
+def test_what_breaks_off_says_with_which_status_it_began(client: Client, n: int) -> None:
+    def behave(_: Request, reply: Reply, data: bytes | None) -> None:
+        reply.head(200, Content_Length=SIZE)
+        reply.raw((data or b"")[:n])
+
+    assert refusal(client, behave, 0, SIZE).status == 200
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_a_failure_is_waited_out_longer_each_time_with_jitter(clock: Clock) -> N
     delays = []
     for _ in range(6):
         assert borrow(mirrors, clock, attempts) == 0
-        mirrors.failed(0, attempts, error())
+        mirrors.failed(0, attempts, error(status=503))
         delays.append(mirrors.lines[0].ready_at - clock.now)
         with pytest.raises(WouldWaitError):
             borrow(mirrors, clock, attempts)
@@ -98,7 +98,7 @@ def test_one_piece_is_asked_for_so_often_and_then_not_again(clock: Clock) -> Non
     attempts = Attempts()
     for _ in range(3):
         assert borrow(mirrors, clock, attempts) == 0
-        mirrors.failed(0, attempts, error())
+        mirrors.failed(0, attempts, error(status=503))
     assert borrow(mirrors, clock, attempts) is None
     assert borrow(mirrors, clock) == 0  # another piece may still be had
 
@@ -122,7 +122,7 @@ def test_the_breaker_lets_one_try_through_after_a_while_and_closes_on_success(cl
     mirrors = made(1, clock, first_delay=0.0, breaker=3, cooldown=10.0, openings=2, tries=99)
     for _ in range(3):
         assert borrow(mirrors, clock) == 0
-        mirrors.failed(0, Attempts(), error())
+        mirrors.failed(0, Attempts(), error(status=500))
     with pytest.raises(WouldWaitError):
         borrow(mirrors, clock)
     clock.now = 10.0
@@ -144,27 +144,51 @@ def test_a_mirror_that_never_comes_back_is_given_up(clock: Clock) -> None:
     assert mirrors.lines[0].gone == "it failed 6 times in a row"
 
 
-def test_a_mirror_where_nobody_ever_was_is_given_up_at_the_first_look_after_the_pause(clock: Clock) -> None:
-    mirrors = made(1, clock, connections=5, first_delay=0.0, breaker=3, cooldown=10.0, openings=2, tries=99)
+def test_a_mirror_that_never_answered_is_given_up_after_a_few_looks_within_seconds(clock: Clock) -> None:
+    mirrors = made(1, clock, connections=5)
     for _ in range(5):
         assert borrow(mirrors, clock) == 0
     for _ in range(5):
         mirrors.failed(0, Attempts(), error())
-    assert mirrors.lines[0].gone is None  # what was asked before the pause says nothing new
-    clock.now = 10.0
-    assert borrow(mirrors, clock) == 0
-    mirrors.failed(0, Attempts(), error())
-    assert mirrors.lines[0].gone == "it failed 6 times in a row"
+    for _ in range(2):
+        assert mirrors.lines[0].gone is None  # what was asked at the same time is one look
+        with pytest.raises(WouldWaitError):
+            borrow(mirrors, clock)
+        clock.now = mirrors.lines[0].ready_at
+        assert borrow(mirrors, clock) == 0
+        with pytest.raises(WouldWaitError):
+            borrow(mirrors, clock)  # one connection looks, not five
+        mirrors.failed(0, Attempts(), error())
+    assert mirrors.lines[0].gone == "it never answered; looked for 3 times"
+    assert borrow(mirrors, clock) is None
+    assert clock.now < 2
 
 
-def test_a_mirror_that_brought_something_is_waited_for(clock: Clock) -> None:
-    mirrors = made(1, clock, first_delay=0.0, breaker=4, cooldown=10.0, openings=2, tries=99)
-    assert borrow(mirrors, clock) == 0
+def brought_something(mirrors: Mirrors) -> None:
     mirrors.succeeded(0, 1)
+
+
+def said_no(mirrors: Mirrors) -> None:
+    mirrors.failed(0, Attempts(), error(status=503))
+
+
+def knew_no_such_file(mirrors: Mirrors) -> None:
+    mirrors.failed(0, Attempts(), error(status=404, lasting=True))
+
+
+def lied(mirrors: Mirrors) -> None:
+    mirrors.lied(0, Attempts())
+
+
+@pytest.mark.parametrize("answered", [brought_something, said_no, knew_no_such_file, lied])
+def test_a_mirror_that_answered_once_is_waited_for(clock: Clock, answered: Callable[[Mirrors], None]) -> None:
+    mirrors = made(1, clock, first_delay=0.0, cooldown=30.0)
+    assert borrow(mirrors, clock) == 0
+    answered(mirrors)
     for _ in range(7):
+        clock.now += 30.0
         assert borrow(mirrors, clock) == 0
         mirrors.failed(0, Attempts(), error())
-        clock.now += 10.0
     assert mirrors.lines[0].gone is None
 
 

@@ -97,8 +97,23 @@ def test_a_record_that_is_none_of_ours_is_refused(tmp_path: Path, text: str) -> 
     quarantine = Quarantine(tmp_path / "model")
     record = put(quarantine, tmp_path)
     (quarantine.path / record.id / "record.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="is no record"):
+    with pytest.raises(ConfigError, match="is no record") as caught:
         quarantine.records()
+    assert str(caught.value.hint).endswith(f"safeload quarantine purge DIR {record.id}")
+    assert quarantine.purge([record.id]) == 1
+    assert quarantine.records() == ()
+
+
+def test_all_is_purged_whatever_the_records_say_and_however_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safeload.fetching.quarantine.MAX_ITEMS", 2)
+    quarantine = Quarantine(tmp_path / "model")
+    items = [put(quarantine, tmp_path) for _ in range(3)]
+    (quarantine.path / max(item.id for item in items) / "record.json").write_bytes(b"")
+    assert len(quarantine.records()) == 2
+    assert quarantine.purge() == 3
+    assert not quarantine.path.exists()
 
 
 def test_an_item_whose_record_was_never_written_is_listed_all_the_same(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import pytest
 from safeload.errors import ConfigError, FetchError, LimitError
 from safeload.fetching.remote import RangeSource, Traffic, scan_remote
 from safeload.fetching.sources import Access, RemoteSize, open_source
-from safeload.scanning import scan
+from safeload.policy import load_policy
+from safeload.scanning import peek_limit, scan
 from tests.range_server import HOST, RangeServer, serving
 
 LOOPBACK = Access(allow_private=frozenset({HOST}))
@@ -167,6 +168,41 @@ def test_tables_are_bounded_by_the_policy(server: RangeServer) -> None:
             ranges.peek(500, 301)
         assert len(ranges.read(500, 5000)) == 5000
     assert caught.value.findings[0].code == "too-much-inline"
+
+
+def test_a_file_elsewhere_is_held_to_the_limit_of_tables_of_one_here(
+    server: RangeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = load_policy("numpy-quantized")
+    rules = usual.model_copy(update={"limits": usual.limits.model_copy(update={"max_inline_bytes": 6000})})
+    most = peek_limit(rules)
+
+    def peeks(source: RangeSource, *_: object) -> None:
+        for _again in range(2):  # the same again costs nothing
+            assert len(source.peek(0, most)) == most
+        source.peek(0, 1)
+
+    monkeypatch.setattr("safeload.fetching.remote.parse", peeks)
+    server.files["/f"] = bytes(most + 1)
+    (file,) = scan_remote(f"{server.url}/f", policy=rules, access=LOOPBACK).files
+    (finding,) = file.findings
+    assert finding.code == "too-much-inline"
+    assert f"at most {most:,} bytes" in finding.message
+
+
+def test_the_page_of_a_folder_is_told_from_a_file(server: RangeServer) -> None:
+    server.files["/folder/"] = b"<!DOCTYPE html>\n<a href=model.safetensors>"
+    (file,) = scan_remote(f"{server.url}/folder/", access=LOOPBACK).files
+    (finding,) = file.findings
+    assert finding.code == "format-not-supported"
+    assert finding.hint is not None
+    assert "safeload fetch URL DIR -m MANIFEST" in finding.hint
+
+
+def test_a_url_where_nothing_is_is_to_be_checked(server: RangeServer) -> None:
+    with pytest.raises(FetchError, match="found 404") as caught:
+        scan_remote(f"{server.url}/absent", access=LOOPBACK)
+    assert caught.value.hint == "check the URL: nothing is there"
 
 
 def test_an_interrupt_ends_it_at_the_next_request(server: RangeServer) -> None:

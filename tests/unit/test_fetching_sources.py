@@ -295,8 +295,37 @@ def test_a_directory_gives_ranges_of_its_files(tmp_path: Path, monkeypatch: pyte
 
 def test_a_directory_with_another_version_of_a_file_is_no_mirror(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(11))
-    with open_source(str(tmp_path)) as source, pytest.raises(FetchError, match="expected 10 bytes in f, found 11"):
+    with (
+        open_source(str(tmp_path)) as source,
+        pytest.raises(FetchError, match="expected 10 bytes in f, found 11") as caught,
+    ):
         list(source.read("f", 0, 10, 10))
+    assert caught.value.lasting
+
+
+def test_a_file_that_is_not_there_is_not_waited_for(tmp_path: Path, memory: str) -> None:
+    for text in (str(tmp_path), memory):
+        with open_source(text) as source:
+            with pytest.raises(FetchError) as caught:
+                list(source.read("absent", 0, 1, 1))
+            assert caught.value.lasting
+            with pytest.raises(FetchError) as caught:
+                source.stat("absent")
+            assert caught.value.lasting
+
+
+def test_what_cannot_be_read_now_may_be_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "f").write_bytes(bytes(10))
+    monkeypatch.setattr(sources, "read_into", fails)
+    with (
+        open_source(str(tmp_path)) as source,
+        pytest.raises(FetchError, match="Input/output error") as caught,
+    ):
+        list(source.read("f", 0, 10, 10))
+    assert not caught.value.lasting
 
 
 def test_a_link_in_a_directory_is_not_followed(tmp_path: Path) -> None:
