@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,8 +71,8 @@ class ComparedSource(StreamSource):
         # The whole file's SHA-256 is taken anyway; a second one of the same bytes would tell nothing new.
         self._digests = None if _is_plain(signed) else _Digests(signed)
 
-    def _hash_next(self, *args: object) -> memoryview:
-        piece = super()._hash_next(*args)  # type: ignore[arg-type] # passed through as they came
+    def _hash_next(self, digest: hashlib._Hash, end: int, *, is_seen: bool) -> memoryview:
+        piece = super()._hash_next(digest, end, is_seen=is_seen)
         if self._digests is not None:
             self._digests.update(piece)
         return piece

@@ -397,7 +397,7 @@ class StreamSource:
         blake3: bool = False,
         peek_limit: int = 0,
         advance: Callable[[int], None] = lambda _: None,
-        at_hand: Callable[[memoryview, int], int] = lambda _, __: 0,
+        at_hand: Callable[[int, int], memoryview | None] = lambda _, __: None,
     ) -> None:
         """Take over `fd`, and close it when the context is left.
 
@@ -410,8 +410,8 @@ class StreamSource:
             blake3: With `hashing`, whether to take BLAKE3 beside every SHA-256, of the file and of its chunks.
             peek_limit: With `hashing`, most bytes to peek at, which are kept until they stream past.
             advance: Told how many bytes were hashed, after each piece; what it raises ends the reading.
-            at_hand: With `hashing`, puts bytes of the file from an offset on into memory without reading them again,
-                and returns how many, 0 where it has none. For who wrote the file and has some of it in memory still.
+            at_hand: With `hashing`, told an offset and a number of bytes, and lends as many of them or fewer, None if
+                it has them not, until `advance` is told of the last. For who wrote the file and has some of it still.
 
         Raises:
             StagingError: the file's length could not be found.
@@ -562,7 +562,7 @@ class StreamSource:
             raise StagingError(f"{escape(self.path)} was opened without hashing")
         self._kept.clear()
         self._hash_payloads()
-        for _ in self._pieces(self._position, self.size):
+        for _ in self._pieces(self.size, self.size):
             pass
         if read_into(self._fd, memoryview(bytearray(1)), self.size, path=self.path):
             raise self._changed("more")
@@ -582,7 +582,7 @@ class StreamSource:
         waiting = sorted(wanted | self._checksums.keys(), reverse=True)
         while waiting or open_now:
             if not open_now:
-                for _ in self._pieces(self._position, waiting[-1][0]):
+                for _ in self._pieces(waiting[-1][0], waiting[-1][0]):
                     pass
             while waiting and waiting[-1][0] <= self._position:
                 where = waiting.pop()
@@ -617,12 +617,12 @@ class StreamSource:
                 offset += len(piece)
             return
         while self._position < min(offset, self.size):
-            self._hash_next(self._hash, min(offset, self.size))
+            self._hash_next(self._hash, min(offset, self.size), is_seen=False)
         kept = min(end, self._position)
         if offset < kept:
             yield self._buffer[offset - self._start : kept - self._start]
         while self._position < end:
-            yield self._hash_next(self._hash, end)
+            yield self._hash_next(self._hash, end, is_seen=True)
 
     def _pread(self, offset: int, nbytes: int) -> bytes:
         try:
@@ -633,18 +633,23 @@ class StreamSource:
             raise self._changed("fewer")
         return piece
 
-    def _hash_next(self, digest: hashlib._Hash, end: int) -> memoryview:
-        """Read the next piece, up to `end` at most, and hash it while it is in the processor's cache."""
+    def _hash_next(self, digest: hashlib._Hash, end: int, *, is_seen: bool) -> memoryview:
+        """Hash the next piece, up to `end` at most, and return it; only where somebody is to see it is it good then."""
         position = self._position
-        wanted = min(end - position, HASH_CHUNK_BYTES, CHUNK_BYTES - position % CHUNK_BYTES)
-        if self._filled + wanted > len(self._buffer):
-            self._buffer[:WINDOW_BYTES] = self._buffer[self._filled - WINDOW_BYTES : self._filled]
-            self._start += self._filled - WINDOW_BYTES
-            self._filled = WINDOW_BYTES
-        free = self._buffer[self._filled : self._filled + wanted]
-        piece = free[: self._at_hand(free, position) or read_into(self._fd, free, position, path=self.path)]
-        if not piece:
-            raise self._changed("fewer")
+        wanted = min(end - position, CHUNK_BYTES - position % CHUNK_BYTES)
+        lent = self._at_hand(position, wanted)
+        if lent is None:
+            # Read and hashed while it is in the processor's cache.
+            free = self._room(min(wanted, HASH_CHUNK_BYTES))
+            piece = free[: read_into(self._fd, free, position, path=self.path)]
+            if not piece:
+                raise self._changed("fewer")
+        elif is_seen or len(lent) < WINDOW_BYTES:
+            # Copied: who lends it may use its memory again before the piece is looked at.
+            piece = self._room(min(len(lent), HASH_CHUNK_BYTES))
+            piece[:] = lent[: len(piece)]
+        else:
+            piece = lent
         digest.update(piece)
         if self._peeked:
             self._compare_peeked(piece, position)
@@ -657,9 +662,21 @@ class StreamSource:
                 self._chunk_hash = hashlib.sha256()
         if self._blake3 is not None:
             self._blake3.update(piece)
-        self._filled += len(piece)
+        if piece is lent:
+            self._buffer[:WINDOW_BYTES] = piece[-WINDOW_BYTES:]
+            self._start, self._filled = position + len(piece) - WINDOW_BYTES, WINDOW_BYTES
+        else:
+            self._filled += len(piece)
         self._advance(len(piece))
         return piece
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Return where in the buffer the next bytes go, with what has to be kept before them."""
+        if self._filled + nbytes > len(self._buffer):
+            self._buffer[:WINDOW_BYTES] = self._buffer[self._filled - WINDOW_BYTES : self._filled]
+            self._start += self._filled - WINDOW_BYTES
+            self._filled = WINDOW_BYTES
+        return self._buffer[self._filled : self._filled + nbytes]
 
     def _end_chunk(self, digest: hashlib._Hash) -> None:
         self.chunk_digests.append(digest.digest())

@@ -455,13 +455,20 @@ def _fetch_facts(fetched: int, kept: int, mirrors: Mirrors | None = None) -> dic
 class _Arrival:
     """Which pieces of a file are there, for a reader that follows them and must not see what is not verified."""
 
-    def __init__(self, entry: FileEntry, good: Collection[int], alive: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        entry: FileEntry,
+        good: Collection[int],
+        alive: Callable[[], object],
+        passed: Callable[[int], object],
+    ) -> None:
         digests = chunk_digests(entry)
         self.size = entry.size
         self._piece_bytes = CHUNK_BYTES if digests or not entry.size else entry.size
         self._missing = set(range(-(-entry.size // self._piece_bytes))) - set(good)
         self._failure: Exception | None = None
         self._alive = alive
+        self._passed = passed
         self._position = 0
         self._is_read = True
         self._changed = threading.Condition()
@@ -552,6 +559,7 @@ class _Arrival:
     def advance(self, nbytes: int) -> None:
         """Be told that so many bytes were read and hashed, and wait until the next ones are there."""
         self._position += nbytes
+        self._passed(self._position)
         self.require(range(self._position, self._position + 1))
 
 
@@ -583,6 +591,7 @@ class _Rooms:
         self._n_unmade = _ROOMS
         self._free: list[_Room] = []
         self._kept: dict[tuple[str, int], _Room] = {}
+        self._lent: dict[str, _Room] = {}
         # First come, first served: of two pieces of a file the later one must not have the last room.
         self._waiting: deque[object] = deque()
         self._moved_at = 0.0
@@ -633,33 +642,37 @@ class _Rooms:
         self._free.append(room)
         self._changed.notify_all()
 
-    def copy(self, path: str, size: int, target: memoryview, offset: int) -> int:
-        """Put bytes of a file into memory, as `StreamSource` asks for them, and return how many: all, or 0.
+    def lend(self, path: str, offset: int, nbytes: int) -> memoryview | None:
+        """Return bytes of a file from an offset on, as `StreamSource` asks for them, None where they are not kept.
 
-        Args:
-            path: The file.
-            size: Its length in bytes.
-            target: Where to put them; they are of one piece. The room of one that is copied to its end is free.
-            offset: Of the first byte in the file.
+        They stay what they are until `pass_by` says that their piece was read to its end.
         """
         index, at = divmod(offset, CHUNK_BYTES)
         with self._changed:
-            room = self._kept.get((path, index))
-            if room is None:
-                return 0
-            with memoryview(room.memory) as memory:
-                target[:] = memory[at : at + len(target)]
+            room = self._lent.get(path)
+            if room is None or room.piece != (path, index):
+                room = self._kept.pop((path, index), None)
+                if room is None:
+                    return None
+                self._lent[path] = room
             self._moved_at = time.monotonic()
-            end = offset + len(target)
-            if end % CHUNK_BYTES == 0 or end == size:
-                self._free_again(self._kept.pop((path, index)))
-        return len(target)
+        return memoryview(room.memory)[at : at + nbytes]
+
+    def pass_by(self, path: str, position: int, size: int) -> None:
+        """Be told how far a file was read: what was lent of it is free where that is the end of a piece."""
+        if position % CHUNK_BYTES and position < size:
+            return
+        with self._changed:
+            if (room := self._lent.pop(path, None)) is not None:
+                self._free_again(room)
 
     def forget(self, path: str) -> None:
         """Have back the rooms that were kept for the reader of a file."""
         with self._changed:
             for piece in [piece for piece in self._kept if piece[0] == path]:
                 self._free_again(self._kept.pop(piece))
+            if (room := self._lent.pop(path, None)) is not None:
+                self._free_again(room)
 
 
 class _Following:
@@ -957,7 +970,7 @@ class _Fetch:
         try:
             good = partial.recheck(alive)
             good |= self._seeded(partial, good, alive)
-            arrival = _Arrival(entry, good, alive)
+            arrival = _Arrival(entry, good, alive, lambda at: self._rooms.pass_by(entry.path, at, entry.size))
             kept = sum(len(chunk_range(entry, index)) for index in good)
             meter.advance(kept)
             self._counts.add(kept=kept)
@@ -965,7 +978,7 @@ class _Fetch:
                 self._tell("kept", entry.path, done=kept, size=entry.size)
             work = self._piece if chunk_digests(entry) else self._whole
             futures = [self._pool.submit(work, partial, index, arrival, meter) for index in arrival.missing]
-            at_hand = functools.partial(self._rooms.copy, entry.path, entry.size)
+            at_hand = functools.partial(self._rooms.lend, entry.path)
             try:
                 with self._stream(os.dup(partial.fd), entry, arrival.advance, at_hand) as stream:
                     report = self._judge(entry, _Following(stream, arrival), stream)
@@ -1005,7 +1018,7 @@ class _Fetch:
         fd: int,
         entry: FileEntry,
         advance: Callable[[int], None],
-        at_hand: Callable[[memoryview, int], int] = lambda _, __: 0,
+        at_hand: Callable[[int, int], memoryview | None] = lambda _, __: None,
     ) -> StreamSource:
         limit = peek_limit(self._wanted.rules)
         return StreamSource(fd, entry.path, hashing=True, peek_limit=limit, advance=advance, at_hand=at_hand)

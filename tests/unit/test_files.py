@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import random
 import socket
 import stat
 import sys
@@ -686,3 +687,46 @@ def test_a_checksum_is_compared_as_its_bytes_stream_past(tmp_path: Path) -> None
         assert source.refusal is not None
         (finding,) = source.refusal.findings
     assert (finding.code, finding.offset) == ("zip-checksum", 100)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_at_hand_is_hashed_and_seen_as_it_was_lent(tmp_path: Path, seed: int) -> None:
+    """Whoever lends memory uses it again as soon as it was told that the bytes were read."""
+    dice = random.Random(seed)  # noqa: S311 - the same on each run
+    data = dice.randbytes(1 << 21)
+    lent: list[bytearray] = []
+
+    def at_hand(offset: int, nbytes: int) -> memoryview | None:
+        if dice.random() < 0.3:
+            return None
+        longest = dice.choice([1000, 65_535, 65_536, 150_000, 1 << 20])
+        lent.append(bytearray(data[offset : offset + min(nbytes, longest)]))
+        return memoryview(lent[-1])
+
+    def use_again(_: int) -> None:
+        for memory in lent:
+            memory[:] = bytes(len(memory))
+        lent.clear()
+
+    path = write(tmp_path / "file", data)
+    with (
+        Root(path.parent) as root,
+        StreamSource(root.open("file"), "file", hashing=True, at_hand=at_hand, advance=use_again) as source,
+    ):
+        at = 0
+        while at < len(data):
+            offset = max(0, at + dice.choice([-(1 << 16), -100, 100, 1 << 17, 1 << 18]))
+            nbytes = dice.choice([1, 100, 70_000, 200_000])
+            assert source.read(offset, nbytes) == data[offset : offset + nbytes]
+            at = max(at, offset + nbytes)
+        assert source.finish() == hashlib.sha256(data).hexdigest()
+
+
+def test_what_is_at_hand_is_not_read_from_disk(tmp_path: Path) -> None:
+    data = os.urandom(1 << 18)
+    path = write(tmp_path / "file", bytes(len(data)))
+    with Root(path.parent) as root:
+        at_hand = lambda offset, nbytes: memoryview(data)[offset : offset + nbytes]  # noqa: E731
+        with StreamSource(root.open("file"), "file", hashing=True, at_hand=at_hand) as source:
+            assert source.read(0, 100) == data[:100]
+            assert source.finish() == hashlib.sha256(data).hexdigest()
