@@ -176,6 +176,7 @@ def run(
     threads: int,
     phase: str,
     progress: Progress | None,
+    order: Callable[[T], int] | None = None,
 ) -> list[R]:
     """Do `work` for each item and return the results in the order of the items; see `Crew`.
 
@@ -186,6 +187,7 @@ def run(
         threads: How many to use; 0 for the calling thread, where there is nothing to gain from others.
         phase: What progress calls it.
         progress: Told from the calling thread.
+        order: The item with the largest number is begun first; by size if it is not given.
 
     Raises:
         BaseException: The first that a `work` raised.
@@ -200,4 +202,4 @@ def run(
             tell(phase, meter.nbytes, total)
         return results
     with Crew(threads) as crew:
-        return crew.finish(crew.begin(items, work, size=size), lambda done: tell(phase, done, total))
+        return crew.finish(crew.begin(items, work, size=order or size), lambda done: tell(phase, done, total))

@@ -42,7 +42,7 @@ from safeload.formats.pytorch import is_legacy, parse_pytorch, parse_pytorch_leg
 from safeload.formats.safetensors import parse_safetensors
 from safeload.formats.shard_index import is_index_name, parse_index
 from safeload.formats.tensorflow import TABLE_MAGIC, index_file_of, parse_bundle_data, parse_bundle_index
-from safeload.formats.zips import read_zip
+from safeload.formats.zips import ZipTable, read_zip
 from safeload.memory import available_memory
 from safeload.parallel import Meter, n_processors, run
 from safeload.policy import DEFAULT_POLICY, Policy, exact_pattern, is_policy_path, load_policy
@@ -307,6 +307,8 @@ def parse(source: Source, path: str, policy: Policy, siblings: Siblings | None =
         policy: What is allowed.
         siblings: The files beside it, where they can be read.
     """
+    if source.size > policy.limits.max_file_bytes:
+        return "unknown", Parsed(refusal=_too_long(source.size, policy))
     name = PurePosixPath(path).name
     try:
         kind, parsed = _parse_content(source, name, policy, siblings or _NoSiblings())
@@ -326,6 +328,12 @@ def parse(source: Source, path: str, policy: Policy, siblings: Siblings | None =
     return kind, parsed
 
 
+def _too_long(size: int, policy: Policy) -> LimitError:
+    message = f"a file of {size:,} bytes; the policy allows {policy.limits.max_file_bytes:,}"
+    hint = policy.admits_by("[limits]", "`max_file_bytes` with a larger number, if the file is honest")
+    return LimitError(Finding("limit-exceeded", message, hint=hint))
+
+
 def _parse_content(source: Source, name: str, policy: Policy, siblings: Siblings) -> tuple[str, Parsed]:
     if is_index_name(name):
         return "index", parse_index(source, policy)
@@ -341,16 +349,18 @@ def _parse_content(source: Source, name: str, policy: Policy, siblings: Siblings
         return "index", parse_bundle_index(source, policy, name)
     kind = detect(head, source.size)
     found = "" if kind is None else kind.name
+    archive: ZipTable | None = None
     if found == "zip":
         try:
-            found, kind = _kind_of_zip(source, policy)
+            archive = read_zip(source, policy)
         except RejectedError as err:
             return found, Parsed(refusal=err)
-    if found == "safetensors" and _may_be_pickle(source, policy):
-        message = "expected a safetensors file, found what some readers would run as a pickle as well"
+        found, kind = _kind_of_zip(archive)
+    if kind is not None and found in {"safetensors", "gguf"} and _may_be_pickle(source, policy):
+        message = f"expected {kind.noun}, found what some readers would run as a pickle as well"
         hint = "save it again with other metadata, if it is honest"
         return found, Parsed(refusal=FormatError(Finding("ambiguous-format", message, offset=0, hint=hint)))
-    if found in {"", "pickle", *_PARSERS} and not is_legacy(head) and (other := other_reading(head)) is not None:
+    if found in {"", *TENSOR_FORMATS} and not is_legacy(head) and (other := other_reading(head)) is not None:
         message = f"expected a file of one format, found one that some readers would take for {other}"
         hint = "save it again, if it is honest: the next one will begin otherwise"
         return found or "unknown", Parsed(
@@ -358,6 +368,8 @@ def _parse_content(source: Source, name: str, policy: Policy, siblings: Siblings
         )
     if found in _PARSERS:
         return found, _PARSERS[found](source, policy)
+    if found in _ARCHIVES:
+        return found, _ARCHIVES[found](source, policy, archive)
     if kind is not None and kind.name != "pickle":
         finding = Finding("format-not-supported", f"expected tensors, found {kind.noun}", offset=0, hint=kind.advice)
         return kind.name, Parsed(refusal=PolicyError(finding))
@@ -367,20 +379,21 @@ def _parse_content(source: Source, name: str, policy: Policy, siblings: Siblings
 
 
 _PREFIX_BYTES: Final = 64 * 1024
-"""How far a file that begins like safetensors is read as a pickle, for readers that go by no signature: a header's
-length and its JSON stop them within a few bytes, unless somebody took pains that they do not."""
+"""How far a file that begins like safetensors or GGUF is read as a pickle, for readers that go by no signature. The
+length of a header and its JSON, or `G`, an opcode, and the zeros of the number of tensors, stop them within a few
+bytes, unless somebody took pains that they do not."""
 
 
 def _may_be_pickle(source: Source, policy: Policy) -> bool:
     return may_be_pickle(source.peek(0, _PREFIX_BYTES), policy, whole=source.size <= _PREFIX_BYTES)
 
 
-def _kind_of_zip(source: Source, policy: Policy) -> tuple[str, Kind]:
+def _kind_of_zip(archive: ZipTable) -> tuple[str, Kind]:
     """Return which container of tensors a zip archive is, by its members, "zip" where it is none, and what to call it.
 
     An archive with arrays in it is npz, whose parser names the member that is none.
     """
-    names = [entry.name for entry in read_zip(source, policy).entries]
+    names = [entry.name for entry in archive.entries]
     if "model.weights.h5" in names:
         advice = "safeload does not read it; convert it to safetensors with the software that wrote it"
         return "zip", Kind("zip", "a Keras model, which is a zip archive", advice)
@@ -459,12 +472,15 @@ def _hinting(refusal: RejectedError, hint: str) -> RejectedError:
 _PARSERS: Final[Mapping[str, Callable[[Source, Policy], Parsed]]] = MappingProxyType(
     {
         "npy": parse_npy,
-        "npz": parse_npz,
         "safetensors": parse_safetensors,
-        "pytorch": parse_pytorch,
         "gguf": parse_gguf,
     }
 )
+
+_ARCHIVES: Final[Mapping[str, Callable[[Source, Policy, ZipTable | None], Parsed]]] = MappingProxyType(
+    {"npz": parse_npz, "pytorch": parse_pytorch}
+)
+"""The parsers of zip archives, which are handed the members by which the archive was told from others."""
 
 _PLURAL: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -548,17 +564,32 @@ class _StagedSiblings:
 
 
 class SiblingsOnDisk:
-    """The files beside one that is scanned on disk; `used` takes the digests of what was read of them."""
+    """The files beside one that is scanned on disk.
 
-    def __init__(self, job: Job, used: dict[str, str]) -> None:
+    All files of a bundle ask for the same one, and there may be 99,999 of them: `last` keeps it for those that follow.
+    """
+
+    def __init__(self, job: Job, used: dict[str, str], last: dict[str, bytes] | None = None) -> None:
+        """Say whose siblings they are.
+
+        Args:
+            job: The file that they lie beside.
+            used: Takes the digests of what was read of them, by path.
+            last: Takes what was read last, by path, from one file of a run to the next.
+        """
         self._job = job
         self._used = used
+        self._last = {} if last is None else last
 
     def read(self, name: str, limit: int) -> bytes | None:
         """See `Siblings.read`."""
         job = self._job
         folder = job.path[: len(job.path) - len(PurePosixPath(job.path).name)]
         shown = job.shown[: len(job.shown) - len(PurePosixPath(job.shown).name)]
+        kept = self._last.get(shown + name)
+        if kept is not None:
+            _require_short(name, len(kept), limit)
+            return kept
         try:
             fd = job.root.open(folder + name)
         except FileSetError:
@@ -567,6 +598,8 @@ class SiblingsOnDisk:
             _require_short(name, stream.size, limit)
             data = stream.read(0, stream.size)
         self._used[shown + name] = sha256_hex(data)
+        self._last.clear()
+        self._last[shown + name] = data
         return data
 
 
@@ -800,20 +833,44 @@ def jobs_in(directory: str, root: Root) -> Iterator[Job]:
 def _run(
     jobs: Sequence[Job], policy: Policy, progress: Progress | None, wanted: _Digests, unlooked: Collection[str] = ()
 ) -> list[FileReport]:
-    # Hashing leaves the interpreter's lock, so threads help there; parsing does not.
     used: dict[str, str] = {}
+    last: dict[str, bytes] = {}
+
+    def work(job: Job, meter: Meter) -> FileReport:
+        return _scan_job(job, policy, meter, wanted, SiblingsOnDisk(job, used, last))
+
     files = run(
         jobs,
-        lambda job, meter: _scan_job(job, policy, meter, wanted, used),
+        work,
         size=lambda job: job.size,
+        # Hashing leaves the interpreter's lock, so threads help there; parsing does not.
         threads=n_processors() if wanted.file else 0,
         phase="scanning",
         progress=progress,
+        order=largest_of_set(jobs),
     )
     return check_indexes(files, used, unlooked)
 
 
-def _scan_job(job: Job, policy: Policy, meter: Meter, wanted: _Digests, used: dict[str, str]) -> FileReport:
+def largest_of_set(jobs: Sequence[Job]) -> Callable[[Job], int]:
+    """Return what says how large the largest file of a job's bundle is: of a file that belongs to none, its own size.
+
+    Begun in this order, the files of a bundle come one after another and need its index at about the same time. By
+    their own sizes those of many bundles would alternate, and each would find that its index was forgotten.
+    """
+    largest: dict[str, int] = {}
+    for job in jobs:
+        largest[_set_of(job)] = max(job.size, largest.get(_set_of(job), 0))
+    return lambda job: largest[_set_of(job)]
+
+
+def _set_of(job: Job) -> str:
+    """Return the path of the index that a data file of a bundle belongs to, and of any other file its own."""
+    folder, name = os.path.split(job.shown)
+    return os.path.join(folder, index_file_of(name) or name)
+
+
+def _scan_job(job: Job, policy: Policy, meter: Meter, wanted: _Digests, siblings: Siblings) -> FileReport:
     """Open, parse and, where a manifest or the caller asks for it, hash one file."""
     if job.finding is not None:
         return unread(job, FileSetError(job.finding))
@@ -829,13 +886,14 @@ def _scan_job(job: Job, policy: Policy, meter: Meter, wanted: _Digests, used: di
             peek_limit=peek_limit(policy),
             advance=meter.advance,
         ) as stream:
-            kind, parsed = parse(stream, job.shown, policy, SiblingsOnDisk(job, used))
-            sha256 = stream.finish() if wanted.file else None
+            kind, parsed = parse(stream, job.shown, policy, siblings)
+            # What is longer than the policy allows is refused already, and is not read to its end.
+            sha256 = stream.finish() if wanted.file and stream.size <= policy.limits.max_file_bytes else None
             if stream.refusal is not None and parsed.refusal is None:
                 parsed = refused(parsed, stream.refusal)
             if wanted.payloads and parsed.refusal is None:
                 parsed = replace(parsed, tensors=_with_digests(parsed.tensors, stream))
-        if not wanted.file:
+        if sha256 is None:
             meter.advance(job.size)
     except (FileSetError, StagingError) as err:
         # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
@@ -860,6 +918,8 @@ def check_digest(entry: FileEntry, sha256: str | None, size: int, parsed: Parsed
     """Hold the digest and the length that were found against those that were signed."""
     if sha256 == entry.sha256 and size == entry.size:
         return parsed
+    if sha256 is None and parsed.refusal is not None:
+        return parsed  # It was not read, and is refused for the reason of that.
     finding = Finding(
         "digest-mismatch",
         f"expected sha256:{entry.sha256}, found sha256:{sha256}",

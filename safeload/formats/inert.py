@@ -155,11 +155,11 @@ def is_no_pickle(data: bytes, policy: Policy, *, whole: bool = True) -> bool:
 
 
 def may_be_pickle(head: bytes, policy: Policy, *, whole: bool) -> bool:
-    """Whether a file in the format of safetensors was made to be a pickle as well.
+    """Whether a file in the format of safetensors or GGUF was made to be a pickle as well.
 
-    An honest one may begin with any opcode, as the length of its header comes first, and stops every reader of pickles
-    at the zeros of that length or soon after. So it counts only if something was named or refused to be called, or if
-    nobody can say what a reader does that went past the length.
+    An honest one may begin with any opcode, as the length of a header comes first, or `G`, and stops every reader of
+    pickles at the zeros of that length, or of the number of tensors, or soon after. So it counts only if something was
+    named or refused to be called, or if nobody can say what a reader does that went past the first number.
 
     Args:
         head: The file, or its first bytes.
@@ -193,7 +193,7 @@ def stopped_at_once(machine: Machine, refusal: RejectedError) -> bool:
 
 
 _LENGTH_BYTES = 8
-"""Length of the number that a safetensors file begins with."""
+"""Length of the number that a safetensors file begins with; a GGUF file begins with a number of 4 after 4 letters."""
 
 
 _NO_PICKLE_TO_ANY_READER = {

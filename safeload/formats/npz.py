@@ -7,7 +7,7 @@ from typing import Final
 from safeload.errors import Finding, FormatError, LimitError, PolicyError, escape
 from safeload.formats import MemorySource, Parsed, Source
 from safeload.formats.npy import read_header
-from safeload.formats.zips import DEFLATED, ZipEntry, entry_bytes, read_zip
+from safeload.formats.zips import DEFLATED, ZipEntry, ZipTable, entry_bytes, read_zip
 from safeload.policy import Policy
 from safeload.tensors import Extent, TensorSpec, Value
 
@@ -18,20 +18,25 @@ parsed: a scan jumps over them. CRC-32 is no protection from anybody; what is si
 _SUFFIX = ".npy"
 
 
-def parse_npz(source: Source, policy: Policy) -> Parsed:
+def parse_npz(source: Source, policy: Policy, archive: ZipTable | None = None) -> Parsed:
     """Say what arrays the archive holds; see `safeload.formats`.
 
     The value is a dict of the arrays by the names that `numpy.load` gives them. A stored array lies where the file has
     it; a deflated one is carried along inflated, and the policy bounds how much that comes to in all.
+
+    Args:
+        source: The file's bytes.
+        policy: Its limits bound what is read.
+        archive: What `read_zip` said of this source, where it was asked before.
     """
     try:
-        return _parse(source, policy)
+        return _parse(source, policy, read_zip(source, policy) if archive is None else archive)
     except (FormatError, LimitError, PolicyError) as err:
         return Parsed(refusal=err)
 
 
-def _parse(source: Source, policy: Policy) -> Parsed:
-    entries = read_zip(source, policy).entries
+def _parse(source: Source, policy: Policy, archive: ZipTable) -> Parsed:
+    entries = archive.entries
     for entry in entries:
         if not entry.name.endswith(_SUFFIX):
             message = f"expected only arrays, members called NAME.npy, found '{escape(entry.name)}'"

@@ -19,7 +19,7 @@ from safeload.formats.pickles.machine import concluded
 from safeload.formats.pickles.results import Results
 from safeload.formats.pickles.symbols import Storage
 from safeload.formats.pickles.torch_machine import TorchMachine
-from safeload.formats.zips import STORED, ZipEntry, entry_bytes, read_zip
+from safeload.formats.zips import STORED, ZipEntry, ZipTable, entry_bytes, read_zip
 from safeload.policy import Policy
 from safeload.tensors import Value
 
@@ -60,7 +60,9 @@ MakeMachine: TypeAlias = Callable[..., TorchMachine]
 """What makes a machine, called as `TorchMachine` is: the class, or one that tells what it does."""
 
 
-def parse_pytorch(source: Source, policy: Policy, *, machine: MakeMachine = TorchMachine) -> Parsed:
+def parse_pytorch(
+    source: Source, policy: Policy, archive: ZipTable | None = None, *, machine: MakeMachine = TorchMachine
+) -> Parsed:
     """Say what tensors a PyTorch zip file holds and where they lie, or why it is refused.
 
     The claim: for any bytes, either the result carries a refusal, or `torch.load(weights_only=True)` gives the same
@@ -73,6 +75,7 @@ def parse_pytorch(source: Source, policy: Policy, *, machine: MakeMachine = Torc
     Args:
         source: The file's bytes.
         policy: Which globals and protocols are allowed, and the limits.
+        archive: What `read_zip` said of this source, where it was asked before.
         machine: What to run the pickle on.
     """
     machines: list[TorchMachine] = []
@@ -80,7 +83,7 @@ def parse_pytorch(source: Source, policy: Policy, *, machine: MakeMachine = Torc
     value: Value = None
     error: RejectedError | None = None
     try:
-        members = _members(source, policy)
+        members = _members(read_zip(source, policy) if archive is None else archive)
         pickle = members.pop("data.pkl")
         _check_records(source, members, policy)
         held = _Held(pickle.offset, entry_bytes(source, pickle, policy))
@@ -101,7 +104,7 @@ def pickle_of(source: Source, policy: Policy) -> bytes:
     Raises:
         RejectedError: It is no archive of PyTorch's, or the pickle is not what its checksum says.
     """
-    return entry_bytes(source, _members(source, policy)["data.pkl"], policy)
+    return entry_bytes(source, _members(read_zip(source, policy))["data.pkl"], policy)
 
 
 def parse_pytorch_legacy(source: Source, policy: Policy, *, machine: MakeMachine = TorchMachine) -> Parsed:
@@ -205,9 +208,9 @@ def _fail(code: str, message: str, offset: int | None, hint: str | None = None) 
 # ---------------------------------------------------------------- zip
 
 
-def _members(source: Source, policy: Policy) -> dict[str, ZipEntry]:
+def _members(archive: ZipTable) -> dict[str, ZipEntry]:
     """Return the archive's members by their names below its one root, `data.pkl` among them."""
-    entries = read_zip(source, policy).entries
+    entries = archive.entries
     root = entries[0].name.partition("/")[0] if entries else ""
     members: dict[str, ZipEntry] = {}
     for entry in entries:

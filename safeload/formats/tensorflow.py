@@ -15,14 +15,16 @@ from __future__ import annotations
 import math
 import re
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Final, Literal
 
 from safeload.errors import Finding, FormatError, LimitError, PolicyError, RejectedError, escape
 from safeload.formats import Parsed, Siblings, Source
+from safeload.formats.pickles.constructors import MAX_DIMENSIONS
+from safeload.formats.shapes import check_name
 from safeload.policy import Policy
 from safeload.tensors import DTYPE_ITEMSIZE, ML_DTYPES_ITEMSIZE, DType, Extent, ShardIndex, TensorSpec
 
@@ -43,8 +45,7 @@ under this key. It is no tensor: it is measured, and neither decoded nor handed 
 
 _FOOTER_BYTES: Final = 48  # two handles padded to 20 bytes each, and the magic number
 _TRAILER_BYTES: Final = 5  # compression type, and CRC32C of the block and the type
-_MAX_KEY_BYTES: Final = 4096  # a manifest's names are no longer
-_MAX_DIMENSIONS: Final = 64  # what numpy 2 can hold
+_MAX_KEY_BYTES: Final = 4096  # of a name of as many characters as are read, each of four bytes at most
 _BUNDLE_VERSION: Final = 1  # tensor_bundle.h, kTensorBundleVersion: the only one there has been
 _CRC_MASK_DELTA: Final = 0xA282EAD8
 
@@ -116,11 +117,15 @@ def parse_bundle_index(source: Source, policy: Policy, name: str = "") -> Parsed
         bundle = _read_bundle(_whole(source, policy), policy)
         for shard in bundle.places:
             bundle.check_places(shard)
+        if name and not name.endswith(".index"):
+            # Nobody looks for an index there, nor could its data files be found by it.
+            message = f"expected a name that ends in .index, found {escape(name[-40:])!r}"
+            raise _refuse("bundle-file-name", message, None, "give it back the name that TensorFlow wrote it under")
     except RejectedError as err:
         return Parsed(refusal=err)
-    prefix = name.removesuffix(".index")
-    if prefix == name:
+    if not name:
         return Parsed()
+    prefix = name.removesuffix(".index")
     files = {entry.name: data_file(prefix, entry.shard, bundle.n_shards) for entry in bundle.entries if entry.dtype}
     return Parsed(index=ShardIndex(files))
 
@@ -265,20 +270,77 @@ def _read_bundle(data: bytes, policy: Policy) -> _Bundle:
         LimitError: It has too many entries, or keys that are too long in all.
     """
     limits = policy.limits
-    bundle = _outcome(data, limits.max_values, limits.max_inline_bytes)
+    bundle = _REMEMBERED.outcome(data, limits.max_values, limits.max_inline_bytes)
     if isinstance(bundle, RejectedError):
         # Of a fresh one, as what was raised before keeps its traceback.
         raise type(bundle)(*bundle.findings)
     return bundle
 
 
-@lru_cache(maxsize=2)
-def _outcome(data: bytes, max_entries: int, max_key_bytes: int) -> _Bundle | RejectedError:
-    # Every shard of a bundle asks for the same index: a model of a hundred shards would read it a hundred times.
-    try:
-        return _bundle(data, max_entries, max_key_bytes)
-    except RejectedError as err:
-        return type(err)(*err.findings)
+MAX_REMEMBERED_ENTRIES: Final = 250_000
+"""Entries of all indexes that are remembered, at about 400 bytes each: those of one bundle of the longest index with
+names of ordinary length, or of 25 bundles of 10,000 tensors."""
+
+_LEAST_WEIGHT: Final = 100  # entries that an index counts for at least, so that small ones have a bound as well
+_ENTRY_BYTES: Final = 60  # of an index, for each of which it counts for an entry: it is held with what it says
+
+
+class _Reading:
+    """What one index says under some limits, once somebody has read it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.lock = threading.Lock()
+        self.outcome: _Bundle | RejectedError | None = None
+        self._nbytes = nbytes
+
+    @property
+    def weight(self) -> int:
+        """How many entries it counts for."""
+        n_entries = len(self.outcome.entries) if isinstance(self.outcome, _Bundle) else 0
+        return max(_LEAST_WEIGHT, n_entries, self._nbytes // _ENTRY_BYTES)
+
+
+class _Remembered:
+    """What the last indexes said: every file of a bundle asks for the same one, which is read once for all of them.
+
+    Whoever begins the files of one bundle one after another has each index read once, however many bundles there are.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readings: dict[tuple[bytes, int, int], _Reading] = {}  # the one asked for last is the last
+
+    def outcome(self, data: bytes, max_entries: int, max_key_bytes: int) -> _Bundle | RejectedError:
+        """Return what an index says under these limits, or why it is refused."""
+        # Bytes keep their hash once it was asked for: it costs nothing where the next file hands over the same object.
+        key = data, max_entries, max_key_bytes
+        with self._lock:
+            reading = self._readings.pop(key, None) or _Reading(len(data))
+            self._readings[key] = reading
+        # Threads that come to shards of one bundle at the same time wait here for the first of them, and have what it
+        # read even if it is forgotten by then.
+        with reading.lock:
+            found = reading.outcome
+            if found is None:
+                try:
+                    found = _bundle(data, max_entries, max_key_bytes)
+                except RejectedError as err:
+                    found = type(err)(*err.findings)
+                reading.outcome = found
+        self._forget()
+        return found
+
+    def _forget(self) -> None:
+        """Forget those that were not asked for the longest, and never the last one."""
+        with self._lock:
+            excess = sum(reading.weight for reading in self._readings.values()) - MAX_REMEMBERED_ENTRIES
+            for key in list(self._readings)[:-1]:
+                if excess <= 0:
+                    return
+                excess -= self._readings.pop(key).weight
+
+
+_REMEMBERED: Final = _Remembered()
 
 
 def _bundle(data: bytes, max_entries: int, max_key_bytes: int) -> _Bundle:
@@ -335,8 +397,8 @@ def _entry(row: _Row, n_shards: int, *, big_endian: bool) -> _Entry:
         name = row.key.decode("utf-8")
     except UnicodeDecodeError as err:
         raise _refuse("bad-bundle", "expected a tensor's name in UTF-8, found other bytes", row.at) from err
-    kinds: dict[int, _Kind] = {1: "varint", 2: "message", 3: "varint", 4: "varint", 5: "varint", 6: "fixed32"}
-    entry = _Message(row.data, row.start, row.end, {**kinds, 7: "messages"})
+    check_name(name, offset=row.at)
+    entry = _Message(row.data, row.start, row.end, _ENTRY_FIELDS)
     if entry.has(7):
         raise PolicyError(
             Finding(
@@ -375,13 +437,13 @@ def _dtype(code: int, name: str, shape: tuple[int, ...], row: _Row, *, big_endia
 
 
 def _shape(data: bytes, start: int, end: int) -> tuple[int, ...]:
-    message = _Message(data, start, end, {2: "messages", 3: "varint"})
+    message = _Message(data, start, end, _SHAPE_FIELDS)
     if message.number(3):
         raise _refuse("bad-bundle", "expected a tensor's shape, found one of unknown rank", start)
     dimensions = message.parts(2)
-    if len(dimensions) > _MAX_DIMENSIONS:
-        raise _refuse("bad-bundle", f"a shape has at most {_MAX_DIMENSIONS} dimensions, found more", start)
-    lengths = tuple(_Message(data, *part, {1: "varint", 2: "bytes"}).number(1) for part in dimensions)
+    if len(dimensions) > MAX_DIMENSIONS:
+        raise _refuse("bad-bundle", f"a shape has at most {MAX_DIMENSIONS} dimensions, found more", start)
+    lengths = tuple(_Message(data, *part, _LENGTH_FIELDS).number(1) for part in dimensions)
     if math.prod(filter(None, lengths)) >= 1 << 59:
         # numpy counts bytes in 63 bits, of elements of up to 16 bytes, and leaves dimensions of zero out. A negative
         # length is a varint of 2**63 and more.
@@ -399,6 +461,18 @@ def _n_bytes(shape: tuple[int, ...], dtype: DType) -> int:
 _Kind = Literal["varint", "fixed32", "bytes", "message", "messages"]
 _WIRE_TYPES: Final = {"varint": 0, "fixed32": 5, "bytes": 2, "message": 2, "messages": 2}
 
+_ENTRY_FIELDS: Final[Mapping[int, _Kind]] = {
+    1: "varint",  # dtype
+    2: "message",  # shape
+    3: "varint",  # shard_id
+    4: "varint",  # offset
+    5: "varint",  # size
+    6: "fixed32",  # crc32c
+    7: "messages",  # slices
+}
+_SHAPE_FIELDS: Final[Mapping[int, _Kind]] = {2: "messages", 3: "varint"}  # dim, unknown_rank
+_LENGTH_FIELDS: Final[Mapping[int, _Kind]] = {1: "varint", 2: "bytes"}  # size, name
+
 
 class _Message:
     """The fields of one message, of which every one is known, and there once unless it may repeat.
@@ -406,7 +480,7 @@ class _Message:
     Other readers take the last of several, and skip what they do not know; here there is nothing to disagree about.
     """
 
-    def __init__(self, data: bytes, start: int, end: int, kinds: dict[int, _Kind]) -> None:
+    def __init__(self, data: bytes, start: int, end: int, kinds: Mapping[int, _Kind]) -> None:
         self._start = start
         self._numbers: dict[int, int] = {}
         self._parts: dict[int, list[tuple[int, int]]] = {}
@@ -427,7 +501,10 @@ class _Message:
                 length, position = _varint(data, position, end)
             if length > end - position:
                 raise _refuse("bad-protobuf", f"field {tag >> 3} ends behind its message", at)
-            self._parts.setdefault(tag >> 3, []).append((position, position + length))
+            parts = self._parts.setdefault(tag >> 3, [])
+            if len(parts) <= MAX_DIMENSIONS:
+                # A part may take two bytes. No message has more than this, and its reader refuses one too many.
+                parts.append((position, position + length))
             position += length
 
     def has(self, field: int) -> bool:
@@ -446,6 +523,8 @@ class _Message:
 
 def _varint(data: bytes, start: int, end: int) -> tuple[int, int]:
     """Return the number at `start`, and where it ends: 7 bits a byte, in at most 64 bits and no byte too many."""
+    if start < end and data[start] < 0x80:  # as nearly all are
+        return data[start], start + 1
     value = 0
     for index in range(min(10, end - start)):
         byte = data[start + index]
@@ -472,7 +551,11 @@ class _Row:
 
 
 def _rows(data: bytes) -> Iterator[_Row]:
-    """Yield the entries of a whole table, in the ascending order of their keys."""
+    """Yield the entries of a whole table, in the ascending order of their keys.
+
+    None is kept: a key may be 4096 bytes long and take 5 in the file, so that only who counts their lengths may hold
+    them. What comes after an entry may be refused still.
+    """
     footer = len(data) - _FOOTER_BYTES
     if footer < 0 or data[-8:] != TABLE_MAGIC:
         raise _refuse("bad-table", "expected a table with its magic number at the end, found none", max(0, footer))
@@ -480,25 +563,31 @@ def _rows(data: bytes) -> Iterator[_Row]:
     *index, position = _handle(data, position, len(data) - 8)
     if data[position:-8].strip(b"\0"):
         raise _refuse("bad-table", "expected zeros behind the footer's handles, found other bytes", position)
-    blocks = list(_block(data, index[0], index[1]))
-    handles = [(row, *_handle(data, row.start, row.end)) for row in blocks]
     follow = 0
     last: bytes | None = None
-    for row, start, end, behind in handles:
+    for row in _block(data, index[0], index[1]):
+        start, end, behind = _handle(data, row.start, row.end)
         if behind != row.end or start != follow:
             raise _refuse("bad-table", "expected blocks one behind the other, found another order", row.start)
-        rows = list(_block(data, start, end))
-        if not rows or (last is not None and rows[0].key <= last) or row.key < rows[-1].key:
+        before, key = last, None
+        for entry in _block(data, start, end):
+            if before is not None and entry.key <= before:
+                raise _refuse("bad-table", _BLOCK_ORDER, start)
+            yield entry
+            before, key = None, entry.key
+        if key is None or row.key < key:
             # The index says where to search: a reader that searches must find what one that goes through all finds.
-            raise _refuse("bad-table", "expected keys in ascending order over all blocks, found another", start)
-        yield from rows
+            raise _refuse("bad-table", _BLOCK_ORDER, start)
         last, follow = row.key, end + _TRAILER_BYTES
     if metaindex[0] != follow or index[0] != metaindex[1] + _TRAILER_BYTES:
         raise _refuse("bad-table", "expected the two index blocks behind the others, found them elsewhere", footer)
     if index[1] + _TRAILER_BYTES != footer:
         raise _refuse("bad-table", "expected the footer behind the last block, found other bytes", footer)
-    if list(_block(data, metaindex[0], metaindex[1])):
+    for _ in _block(data, metaindex[0], metaindex[1]):
         raise _refuse("bad-table", "expected a table without filters, found a block of them", metaindex[0])
+
+
+_BLOCK_ORDER: Final = "expected keys in ascending order over all blocks, found another"
 
 
 def _handle(data: bytes, start: int, end: int) -> tuple[int, int, int]:
@@ -526,10 +615,10 @@ def _block(data: bytes, start: int, end: int) -> Iterator[_Row]:
     body = end - 4 * (n_restarts + 1)
     if not n_restarts or body < start:
         raise _refuse("bad-table", "expected as many places to start from as the block says, found others", start)
-    restarts = struct.unpack_from(f"<{n_restarts}I", data, body)
-    if restarts[0] != 0 or any(second <= first for first, second in pairwise(restarts)):
-        raise _refuse("bad-table", "expected the places to start from in their order, found another", body)
-    waiting = {start + restart for restart in restarts}
+    restarts = (start + restart for (restart,) in struct.iter_unpack("<I", data[body : end - 4]))
+    waiting: int | None = next(restarts)
+    if waiting != start:
+        raise _refuse("bad-table", "expected the first place to start from at the first entry, found another", body)
     key: bytes | None = None
     position = start
     while position < body:
@@ -540,9 +629,10 @@ def _block(data: bytes, start: int, end: int) -> Iterator[_Row]:
         before = b"" if key is None else key
         if shared > len(before) or fresh + nbytes > body - position or shared + fresh > _MAX_KEY_BYTES:
             raise _refuse("bad-table", f"expected an entry inside its block, with a key of {_MAX_KEY_BYTES} bytes", at)
-        if at in waiting and shared:
-            raise _refuse("bad-table", "expected a whole key where a search may start, found a part of one", at)
-        waiting.discard(at)
+        if at == waiting:
+            if shared:
+                raise _refuse("bad-table", "expected a whole key where a search may start, found a part of one", at)
+            waiting = next(restarts, None)
         found = before[:shared] + data[position : position + fresh]
         if key is not None and found <= key:
             raise _refuse("bad-table", "expected keys in ascending order, each once, found another order", at)
@@ -551,8 +641,8 @@ def _block(data: bytes, start: int, end: int) -> Iterator[_Row]:
         yield _Row(key, at, data, position, position + nbytes)
         position += nbytes
     # A block without entries has the one place that every block has.
-    if waiting - ({start} if body == start else set()):
-        raise _refuse("bad-table", "expected an entry at each place to start from, found none", body)
+    if (waiting if body > start else next(restarts, None)) is not None:
+        raise _refuse("bad-table", "expected an entry at each place to start from, in their order, found none", body)
 
 
 def _crc32c_table() -> tuple[int, ...]:

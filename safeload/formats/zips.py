@@ -129,8 +129,8 @@ def read_zip(source: Source, policy: Policy) -> ZipTable:
 def entry_bytes(source: Source, entry: ZipEntry, policy: Policy) -> bytes:
     """Return a member's data as they are read, of exactly the length and the checksum that its headers state.
 
-    No more is inflated than the declared length, so the ratio of a bomb does not matter. A caller that reads many
-    members bounds their sum.
+    No more is inflated than the declared length, so the ratio of a bomb does not matter, and no more is read than the
+    policy allows to be held. A caller that reads many members bounds their sum.
 
     Args:
         source: The file's bytes.
@@ -139,10 +139,12 @@ def entry_bytes(source: Source, entry: ZipEntry, policy: Policy) -> bytes:
 
     Raises:
         FormatError: The data are not what the headers state.
-        LimitError: They are longer than the policy allows.
+        LimitError: They are longer than the policy allows, as they are stored or as they are read.
     """
-    if entry.nbytes > policy.limits.max_inline_bytes:
-        message = f"a member of {entry.nbytes:,} bytes that must be held; the policy allows "
+    # What is stored may be longer than what comes of it, without end: an empty block inflates to nothing (RFC 1951).
+    held = max(entry.nbytes, entry.nbytes_stored)
+    if held > policy.limits.max_inline_bytes:
+        message = f"a member of {held:,} bytes that must be held; the policy allows "
         hint = policy.admits_by("[limits]", "`max_inline_bytes` with a larger number, if the file is honest")
         _exceeds(f"{message}{policy.limits.max_inline_bytes:,}", entry.offset, hint)
     data = _peek(source, entry.offset, entry.nbytes_stored)

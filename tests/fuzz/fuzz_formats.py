@@ -22,6 +22,7 @@ from tests.containers_sample import (
     same_arrays,
     zip_file,
 )
+from tests.fuzz.fuzz_checkpoints import CHECKPOINT_TARGETS, checkpoint_seeds
 
 Target = Callable[[bytes], None]
 
@@ -114,6 +115,7 @@ FORMAT_TARGETS: dict[str, Callable[[Path], Target]] = {
     "safetensors": _safetensors,
     "gguf": _gguf,
     "shard-index": _index,
+    **CHECKPOINT_TARGETS,
 }
 """What makes each target, by its name."""
 
@@ -129,5 +131,7 @@ def format_seeds(name: str) -> list[bytes]:
             return [safetensors_sample()[0], safetensors({})]
         case "gguf":
             return [gguf_sample()[0], gguf()]
+        case name if name in CHECKPOINT_TARGETS:
+            return checkpoint_seeds(name)
         case _:
             return [b'{"metadata":{"total_size":8},"weight_map":{"a":"model-00001-of-00001.safetensors"}}']

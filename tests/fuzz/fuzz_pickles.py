@@ -257,14 +257,14 @@ def _trust_store(_: Path) -> Target:
 
 
 TARGETS: dict[str, tuple[float, Callable[[Path], Target]]] = {
-    "pickle-bytes": (0.25, _pickle_bytes),
-    "pickle-opcodes": (0.25, _pickle_opcodes),
+    "pickle-bytes": (0.15, _pickle_bytes),
+    "pickle-opcodes": (0.15, _pickle_opcodes),
     "inert": (0.05, _inert),
     "policy": (0.05, _policy),
     "manifest": (0.05, _manifest),
     "envelope": (0.05, _envelope),
     "trust-store": (0.05, _trust_store),
-    **{name: (0.25 / len(FORMAT_TARGETS), make) for name, make in FORMAT_TARGETS.items()},
+    **{name: (0.45 / len(FORMAT_TARGETS), make) for name, make in FORMAT_TARGETS.items()},
 }
 """Each target's share of atheris' time, and what makes it."""
 

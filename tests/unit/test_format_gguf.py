@@ -13,10 +13,11 @@ from safeload.digests import sha256_hex
 from safeload.errors import FormatError, LimitError, PolicyError
 from safeload.formats import MemorySource
 from safeload.formats.gguf import parse_gguf
-from safeload.scanning import scan
+from safeload.formats.inert import may_be_pickle
+from safeload.scanning import parse, scan
 from safeload.tensors import RecordValue
 from tests.containers_sample import arrays_of, damaged, gguf, gguf_sample, info, pair, same_arrays, text
-from tests.streams import DEFAULT, policy_with
+from tests.streams import DEFAULT, op, policy_with
 
 
 def test_tensors_come_in_stored_order_with_their_values() -> None:
@@ -160,3 +161,23 @@ def test_a_file_on_disk_has_the_digests_of_its_tensors(tmp_path: Path) -> None:
     assert (file.format, file.sha256) == ("gguf", sha256_hex(raw))
     expected = {name: sha256_hex(array.tobytes()) for name, array in values.items()}
     assert {spec.name: spec.sha256 for spec in file.tensors} == expected
+
+
+def test_a_model_that_is_a_pickle_as_well_is_refused() -> None:
+    """`G` is an opcode, and of so many tensors the number's second byte begins a text that ends where one pleases."""
+    call = b"\n" + op.GLOBAL("builtins", "print") + op.EMPTY_TUPLE() + op.REDUCE() + op.STOP()
+    count = ord("V") << 8
+    table = [info(str(number), (1,), 24, 32 * number) for number in range(count)]
+    raw = gguf(table, bytes(32 * (count - 1) + 1), [pair("general.name", 8, text(call))])
+    assert parse_gguf(MemorySource(raw), DEFAULT).refusal is None
+    for name in ("w", "model.gguf"):
+        kind, parsed = parse(MemorySource(raw), name, DEFAULT)
+        assert kind == "gguf"
+        assert isinstance(parsed.refusal, FormatError)
+        assert [finding.code for finding in parsed.refusal.findings] == ["ambiguous-format"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 40, 255, 256, 291, 9999, 30_000, 2_000_000])
+def test_an_honest_model_is_taken_for_no_pickle(count: int) -> None:
+    raw = gguf((), bytes(1000), [pair("a.chat_template", 8, text("{{ bos }}\n(cos\nsystem\n"))], n_tensors=count)
+    assert not may_be_pickle(raw, DEFAULT, whole=False)

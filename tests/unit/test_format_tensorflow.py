@@ -7,6 +7,7 @@ else by the writer in `tests.tensorflow_sample`.
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -305,7 +306,7 @@ def test_a_compressed_block_is_refused_by_name(kind: int, noun: str) -> None:
         pytest.param(b"\x08" + b"\xff" * 10 + b"\x01", "bad-varint", id="eleven bytes"),
         pytest.param(b"\x08", "bad-varint", id="no number"),
         pytest.param(sample.entry(FLOAT, sample.field(3, 1)), "bad-bundle", id="unknown rank"),
-        pytest.param(sample.entry(FLOAT, sample.shape_of(*[1] * 65), nbytes=4), "bad-bundle", id="65 dimensions"),
+        pytest.param(sample.entry(FLOAT, sample.shape_of(*[1] * 33), nbytes=4), "bad-bundle", id="33 dimensions"),
         pytest.param(sample.entry(FLOAT, sample.shape_of((1 << 64) - 1)), "bad-bundle", id="length -1"),
         pytest.param(sample.entry(FLOAT, sample.shape_of(0, 1 << 59)), "bad-bundle", id="too many but for a zero"),
         pytest.param(sample.entry(FLOAT, sample.shape_of(2), nbytes=4), "bundle-extent", id="too few bytes"),
@@ -513,6 +514,149 @@ def test_an_index_of_many_shards_is_gone_through_once(monkeypatch: pytest.Monkey
     rows.append((b"b", sample.entry(FLOAT, sample.shape_of(0), 99_998)))
     assert tf.parse_bundle_index(MemorySource(sample.table(rows)), POLICY).refusal is None
     assert looked == [7, 99_998]
+
+
+@pytest.mark.parametrize(
+    "places",
+    [(9,), (0, 5), (0, 9, 9), (0, 0), (9, 0), (0, 9, 5), (0, 9, 24), (0, 9, 1 << 31)],
+    ids=["not the first", "within one", "twice", "the first twice", "backwards", "back inside", "the end", "far"],
+)
+def test_a_search_starts_at_entries_in_their_order(places: tuple[int, ...]) -> None:
+    def table_with(*places: int) -> bytes:
+        """Entries at bytes 0 and 9 of the block, which end at byte 24."""
+        value = sample.entry(FLOAT, sample.shape_of(0))
+        entries = b"\0\0" + sample.varint(6) + sample.header() + b"\0\1" + sample.varint(len(value)) + b"w" + value
+        assert (entries.index(b"\0\1" + sample.varint(len(value))), len(entries)) == (9, 24)
+        return sample.table_of_blocks([(b"w", entries + struct.pack(f"<{len(places) + 1}I", *places, len(places)))])
+
+    assert index_of(table_with(0)).refusal is None
+    assert index_of(table_with(0, 9)).refusal is None
+    assert cause(index_of(table_with(*places))) == (FormatError, "bad-table")
+
+
+@pytest.mark.parametrize("name", ["tensor00000_000", "m.safetensors", "m.index.bak"])
+def test_an_index_under_another_name_is_refused(name: str) -> None:
+    parsed = tf.parse_bundle_index(MemorySource(REAL["m.index"]), POLICY, name)
+    assert cause(parsed) == (FormatError, "bundle-file-name")
+
+
+def peak_of(data: bytes) -> tuple[Parsed, int]:
+    """What is said of an index, and how many bytes that took at the worst, the index itself aside."""
+    index_of(REAL["m.index"])  # what is made once
+    tracemalloc.start()
+    try:
+        return index_of(data), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+LONG_KEY = b"k" * 4093
+
+
+def long_keys(count: int, value: bytes) -> bytes:
+    """A block whose keys have 4096 bytes each, all but three of them shared with the one before."""
+    block = sample.varint(0) + sample.varint(4096) + sample.varint(len(value)) + LONG_KEY + bytes(3) + value
+    head = sample.varint(4093) + sample.varint(3) + sample.varint(len(value))
+    block += b"".join(
+        head + bytes([number >> 14, number >> 7 & 127, number & 127]) + value for number in range(1, count)
+    )
+    return block + struct.pack("<II", 0, 1)
+
+
+def test_long_keys_of_a_block_are_not_held_before_somebody_counts_them() -> None:
+    """9 GB of keys would fit into an index of 16 MiB."""
+    data = sample.table_of_blocks([(b"z", long_keys(3_000, b""))])
+    parsed, peak = peak_of(data)
+    assert cause(parsed) == (FormatError, "bad-bundle")
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("character", ["n", "\U0001f600"])
+def test_a_name_is_as_long_as_in_every_other_format(character: str) -> None:
+    empty = sample.entry(FLOAT, sample.shape_of(0))
+    assert index_of(sample.table(rows(((character * 1024).encode(), empty)))).refusal is None
+    longer = index_of(sample.table(rows((b"n" * 1025, empty))))
+    assert cause(longer) == (FormatError, "name-too-long")
+
+
+def test_long_keys_of_the_index_block_are_not_held_either() -> None:
+    meta = sample.block([])
+    body = meta + sample.trailer(meta)
+    index = long_keys(3_000, sample.handle(0, len(meta)))
+    handles = sample.handle(0, len(meta)) + sample.handle(len(body), len(index))
+    body += index + sample.trailer(index)
+    parsed, peak = peak_of(body + handles.ljust(40, b"\0") + sample.MAGIC)
+    assert cause(parsed) == (FormatError, "bad-table")
+    assert peak < 1_000_000
+
+
+@pytest.mark.parametrize("field", [2, 7], ids=["dimensions", "slices"])
+def test_a_message_of_many_parts_is_refused_without_holding_them(field: int) -> None:
+    """A gigabyte of places would fit into an index of 16 MiB."""
+    many = sample.field(2, b"") * 20_000
+    value = sample.entry(FLOAT, many) if field == 2 else VALID + sample.field(7, b"") * 20_000
+    parsed, peak = peak_of(sample.table(rows((b"w", value))))
+    assert cause(parsed) == ((FormatError, "bad-bundle") if field == 2 else (PolicyError, "bundle-sliced"))
+    assert peak < 1_000_000
+
+
+def test_places_to_start_from_are_not_held() -> None:
+    head = sample.varint(0) * 2 + sample.varint(len(sample.header())) + sample.header()
+    places = struct.pack("<10000I", *range(0, 40_000, 4))
+    data = sample.table_of_blocks([(b"z", head + places + struct.pack("<I", 10_000))])
+    parsed, peak = peak_of(data)
+    assert cause(parsed) == (FormatError, "bad-table")
+    assert peak < 500_000
+
+
+def fresh_memory(monkeypatch: pytest.MonkeyPatch, *, entries: int) -> list[str]:
+    """Give the module an empty memory of so many entries, and return the list of what it parses from now on."""
+    real = vars(tf)["_bundle"]
+    parsed: list[str] = []
+
+    def bundle(data: bytes, *limits: int) -> object:
+        parsed.append(sha256_hex(data))
+        return real(data, *limits)
+
+    monkeypatch.setattr(tf, "_bundle", bundle)
+    monkeypatch.setattr(tf, "MAX_REMEMBERED_ENTRIES", entries)
+    monkeypatch.setattr(tf, "_REMEMBERED", vars(tf)["_Remembered"]())
+    return parsed
+
+
+def named(name: bytes, n_entries: int = 1) -> bytes:
+    empty = sample.entry(FLOAT, sample.shape_of(0))
+    return sample.table(rows(*((name + b"%05d" % number, empty) for number in range(n_entries))))
+
+
+def test_the_indexes_used_last_are_remembered_up_to_a_number_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = fresh_memory(monkeypatch, entries=1000)
+    a, b, c, long = named(b"a", 400), named(b"b", 400), named(b"c", 400), named(b"d", 1500)
+    for data, n_parsed in [(a, 1), (b, 2), (a, 2), (c, 3), (a, 3), (b, 4), (long, 5), (long, 5), (b, 6)]:
+        assert index_of(data).refusal is None
+        assert len(parsed) == n_parsed
+
+
+def test_small_indexes_and_refused_ones_are_forgotten_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_memory(monkeypatch, entries=1000)
+    for number in range(50):
+        assert index_of(named(b"%d" % number)).refusal is None
+        assert cause(index_of(b"%d" % number + sample.MAGIC)) == (FormatError, "bad-table")
+    assert 5 <= len(vars(vars(tf)["_REMEMBERED"])["_readings"]) <= 10
+    # A long one is held with its bytes, and counts by them where it has no entries.
+    assert cause(index_of(bytes(120_000) + sample.MAGIC)) == (FormatError, "table-checksum")
+    assert len(vars(vars(tf)["_REMEMBERED"])["_readings"]) == 1
+
+
+def test_an_index_is_judged_by_the_limits_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = fresh_memory(monkeypatch, entries=1000)
+    limits = POLICY.limits.model_copy(update={"max_values": 3})
+    strict = POLICY.model_copy(update={"limits": limits})
+    data = named(b"a", 4)
+    assert index_of(data).refusal is None
+    assert cause(index_of(data, strict)) == (LimitError, "limit-exceeded")
+    assert cause(index_of(data, strict)) == (LimitError, "limit-exceeded")
+    assert len(parsed) == 2
 
 
 def test_a_bundle_on_disk_has_digests_whatever_lies_behind_its_first_payload(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ import zlib
 
 import pytest
 
+from safeload import scanning
 from safeload.errors import FormatError, LimitError, PolicyError, RejectedError
-from safeload.formats import MemorySource
-from safeload.formats.zips import DEFLATED, MAX_ENTRIES, STORED, ZipEntry, entry_bytes, read_zip
+from safeload.formats import MemorySource, Source, npz, pytorch
+from safeload.formats.zips import DEFLATED, MAX_ENTRIES, STORED, ZipEntry, ZipTable, entry_bytes, read_zip
+from safeload.policy import Policy
 from tests.containers_sample import Member, damaged, descriptor, extra, npy, zip64, zip_file
 from tests.streams import DEFAULT, policy_with
+from tests.torch_sample import WEIGHT, Torch, torch_zip
 
 
 def contents(raw: bytes) -> dict[str, bytes]:
@@ -141,6 +144,25 @@ def test_a_member_is_not_inflated_beyond_the_policy() -> None:
     assert "`max_inline_bytes`" in (caught.value.findings[0].hint or "")
 
 
+def test_no_more_is_read_of_a_member_than_the_policy_allows_to_hold() -> None:
+    """A member of 5 bytes may be stored as gigabytes, of which a file with holes takes no room on a disk."""
+
+    class Unread(MemorySource):
+        def peek(self, offset: int, nbytes: int) -> bytes:
+            raise AssertionError((offset, nbytes))
+
+    limits = policy_with(limits={"max_inline_bytes": 1000})
+    entry = ZipEntry("a", 0, nbytes_stored=1001, nbytes=5, method=DEFLATED, crc32=0)
+    with pytest.raises(LimitError) as caught:
+        entry_bytes(Unread(bytes(2000)), entry, limits)
+    assert "1,001 bytes" in caught.value.findings[0].message
+    # As long as it may be, with empty blocks in front of what is stored.
+    deflater = zlib.compressobj(0, zlib.DEFLATED, -15)
+    stored = b"\0\0\0\xff\xff" * 10 + deflater.compress(b"hello") + deflater.flush()
+    entry = ZipEntry("a", 0, nbytes_stored=len(stored), nbytes=5, method=DEFLATED, crc32=zlib.crc32(b"hello"))
+    assert entry_bytes(MemorySource(stored), entry, limits) == b"hello"
+
+
 def test_a_bomb_is_inflated_to_one_byte_more_than_it_declares() -> None:
     bomb = zlib.compressobj(9, zlib.DEFLATED, -15)
     data = b"".join(bomb.compress(bytes(1 << 20)) for _ in range(64)) + bomb.flush()
@@ -197,3 +219,24 @@ def test_a_second_directory_in_an_extra_field_is_refused() -> None:
         read_zip(MemorySource(raw), DEFAULT)
     assert [finding.code for finding in caught.value.findings] == ["zip-bad-end"]
     assert "locator" in caught.value.findings[0].message
+
+
+@pytest.mark.parametrize("kind", ["npz", "pytorch", "zip"])
+def test_an_archive_is_told_from_others_and_parsed_by_one_reading(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    torch = Torch()
+    raw = {
+        "npz": zip_file([Member(), Member("b.npy", method=8)]),
+        "pytorch": torch_zip(torch.pickle(torch.mapping({"w": torch.tensor(WEIGHT, (2, 3))})), [WEIGHT]),
+        "zip": zip_file([Member("notes.txt", b"")]),
+    }[kind]
+    readings: list[ZipTable] = []
+
+    def read(source: Source, policy: Policy) -> ZipTable:
+        readings.append(read_zip(source, policy))
+        return readings[-1]
+
+    for module in (scanning, npz, pytorch):
+        monkeypatch.setattr(module, "read_zip", read)
+    found, parsed = scanning.parse(MemorySource(raw), "w", DEFAULT)
+    assert (found, parsed.refusal is None) == (kind, kind != "zip")
+    assert len(readings) == 1

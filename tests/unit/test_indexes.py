@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 
 from safeload import scanning
+from safeload.auditing import audit
+from safeload.digests import sha256_hex
 from safeload.errors import FormatError
+from safeload.formats import tensorflow
 from safeload.formats.inert import may_be_pickle
 from safeload.loading import check, load, verify
 from safeload.policy import DEFAULT_POLICY, load_policy
@@ -242,6 +246,63 @@ def test_data_files_are_held_against_the_index_that_was_hashed(tmp_path: Path, m
     monkeypatch.setattr(scanning, "n_processors", lambda: 1)
     report = scan([data, index], digests=True)
     assert found(report) == {"m.index": "changed-while-read"}
+
+
+def write_bundles(folder: Path, n_bundles: int, *, n_shards: int) -> None:
+    """Bundles of a few shards each, whose files alternate when they are ordered by their lengths."""
+    for number in range(n_bundles):
+        weights = {
+            f"w{number}.{shard}": tf.Tensor(tf.INT8, (1000 * shard + number,), bytes(1000 * shard + number), shard)
+            for shard in range(n_shards)
+        }
+        for name, data in tf.bundle(f"m{number}", weights, n_shards=n_shards).items():
+            (folder / name).write_bytes(data)
+
+
+def count_readings(monkeypatch: pytest.MonkeyPatch, *, n_remembered: int) -> list[bytes]:
+    """Take a fresh memory for indexes, which holds so many short ones, and return the list of what is parsed."""
+    real = vars(tensorflow)["_bundle"]
+    seen: list[bytes] = []
+
+    def bundle(data: bytes, *limits: int) -> Any:
+        seen.append(data)
+        time.sleep(0.002)  # so that other threads come to ask for the same one
+        return real(data, *limits)
+
+    monkeypatch.setattr(tensorflow, "_bundle", bundle)
+    monkeypatch.setattr(tensorflow, "MAX_REMEMBERED_ENTRIES", 100 * n_remembered)
+    monkeypatch.setattr(tensorflow, "_REMEMBERED", vars(tensorflow)["_Remembered"]())
+    return seen
+
+
+@pytest.mark.parametrize(("digests", "threads"), [(False, 1), (True, 1), (True, 8)])
+def test_each_index_is_read_once_however_many_bundles_lie_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digests: bool, threads: int
+) -> None:
+    write_bundles(tmp_path, 20, n_shards=4)
+    # As many as eight threads can be at, at four data files and an index each.
+    seen = count_readings(monkeypatch, n_remembered=1 if threads == 1 else 3)
+    monkeypatch.setattr(scanning, "n_processors", lambda: threads)
+    opened: list[str] = []
+
+    def digest(data: bytes) -> str:
+        opened.append(sha256_hex(data))
+        return opened[-1]
+
+    monkeypatch.setattr(scanning, "sha256_hex", digest)
+    assert scan(tmp_path, digests=digests).is_accepted
+    assert len(set(seen)) == len(set(opened)) == 20
+    # A thread that the system lets wait may come to its file late; in another order it would be 100 readings.
+    assert len(seen) == 20 if threads == 1 else len(seen) <= 20 + threads
+    # Its bytes are read once for all data files, unless several threads come to them at the same time.
+    assert len(opened) == 20 or threads > 1
+
+
+def test_an_audit_reads_each_index_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_bundles(tmp_path, 20, n_shards=4)
+    seen = count_readings(monkeypatch, n_remembered=1)
+    assert audit([tmp_path], jobs=1).report.is_accepted
+    assert len(seen) == len(set(seen)) == 20
 
 
 # ---------------------------------------------------------------- against a manifest

@@ -455,6 +455,10 @@ def models() -> Iterator[Vector]:
     section.add("name-twice", "ambiguous-name", raw, 24 + len(two[0] + two[1]), "")
     raw = gguf([row], data + b"x")
     section.add("behind", "gguf-data-behind", raw, -1, "no padding")
+    # BINFLOAT, and by the second byte of a number of tensors UNICODE, whose text ends where the pickle shall begin.
+    call = [pair("k", 8, text(b"\nccollections\nOrderedDict\n)R."))]
+    raw = gguf([row], data, call, n_tensors=ord("V") << 8)
+    section.add("pickle", "ambiguous-format", raw, 0, "a pickle as well")
     raw = gguf([row], data + bytes(25))
     section.add("behind-padding", "gguf-data-behind", raw, len(whole), "more than padding")
     raw = whole.replace(row + b"\0", row + b"\1")

@@ -121,6 +121,9 @@ def bundles() -> Iterator[Vector]:
     both = index((b"a", VALID), (b"b", inside))
     at = both.index(inside)
     yield bad("overlap", "bundle-overlap", "", both[:at], HERE, both[at:])
+    yield vector(
+        "bundle-index-name", FORMAT, "bundle-file-name", "an index", index((b"w", VALID)), file="tensor00000_000"
+    )
 
     def data(name: str, code: str, comment: str, *parts: object, beside: str, file: str = DATA) -> Vector:
         return vector(f"bundle-data-{name}", FORMAT, code, comment, *parts, beside=beside, file=file)

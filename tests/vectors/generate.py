@@ -596,6 +596,7 @@ def limits() -> Iterator[Vector]:
     yield vector(
         "limit-inert", *limit, "a file that is no tensor", b"{}    ", file="a.json", change="limits.max_inert_bytes = 5"
     )
+    yield vector("limit-file", *limit, "any file", array_stream("f4"), change="limits.max_file_bytes = 5")
 
 
 def policies() -> Iterator[Vector]:
