@@ -16,7 +16,7 @@ JOBS ?= 2
 FUZZ_SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help $(VENV) demo test lint docs bench bench-peers fuzz mutate clean
+.PHONY: help $(VENV) demo test lowest lint docs bench bench-peers fuzz mutate clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[^#[:space:]].*:.*## / {sub(/\$$\(VENV\)/, "$(VENV)", $$1); printf "%-11s %s\n", $$1, $$2}' \
@@ -36,6 +36,15 @@ demo: $(STAMP) ## sign a small checkpoint, load it, then try to cheat
 
 test: $(STAMP) ## run every test but the fuzzers
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --hypothesis-profile ci
+
+# The oldest Python: some of those releases have wheels for no later one.
+LOWEST_PYTHON ?= python3.11
+
+lowest: ## run every test on the lowest releases that pyproject.toml admits (LOWEST_PYTHON=... is a Python 3.11)
+	@$(VENV)-lowest/bin/python -m pip --version >/dev/null 2>&1 || "$(LOWEST_PYTHON)" -m venv --clear $(VENV)-lowest
+	$(VENV)-lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/lowest.txt \
+	  --editable '.[dev]'
+	$(VENV)-lowest/bin/python -m pytest -q -n $(JOBS) --dist loadfile --hypothesis-profile ci
 
 lint: $(STAMP) ## check style, types and who imports whom
 	$(BIN)/ruff check .

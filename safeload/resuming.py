@@ -2,7 +2,9 @@
 
 What is saved is all that a step reads: parameters, optimizer state, the number of the step, what the schedule and the
 data pipeline say of themselves, and the keys of the random generators. Each is a file of its own role, so that a
-manifest without one of them is refused for a resume.
+manifest without one of them is refused for a resume. The next step is the one that would have come, bit by bit, and
+the function that was compiled for it: arrays have the weak types of the run that was saved, and trees are of the types
+that they are told to be like.
 
 What is not covered, because no file could say it: data loaders with worker processes, of which each has read ahead
 (save what they have handed out, not where they are); other hardware, another number of devices or another version of
@@ -73,6 +75,9 @@ _MAX_JSON_BYTES: Final = 16 * 1024 * 1024
 """Progress through data can be a list of files; this is some 100,000 of them."""
 
 _MAX_JSON_DEPTH: Final = 32
+_GENERATORS: Final = ("threefry2x32", "rbg", "unsafe_rbg")
+"""The generators that JAX has of its own, by the names that `jax.random.key` takes."""
+
 _TAGS: Final = frozenset({"$float", "$int"})
 
 
@@ -107,6 +112,8 @@ class _Step(BaseModel):
         step: How many steps were done.
         ties: Groups of names of arrays that are one; the first is the one that a file has.
         keys: Generator of each typed key of JAX, by the name of its array.
+        weak: Names of the arrays of JAX with a weak type, as a count that began as a number of Python has: what is
+            added to or multiplied with one keeps its own dtype, so that a step would round differently without.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -115,6 +122,7 @@ class _Step(BaseModel):
     step: Annotated[int, Field(ge=0, le=strict_json.MAX_INTEGER)]
     ties: Annotated[tuple[Annotated[tuple[str, ...], Field(min_length=2, strict=False)], ...], Field(strict=False)] = ()
     keys: Mapping[str, Annotated[str, Field(max_length=64)]] = {}
+    weak: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
 # ---------------------------------------------------------------- saving
@@ -172,7 +180,9 @@ def save_training(
         for part, (file, _) in _PLAIN.items()
         if getattr(state, part) is not None
     }
-    texts[_STEP[0]] = _json(_STEP[0], {"schema": 1, "step": state.step, "ties": ties, "keys": generators})
+    weak = [name for leaves in parts.values() for name, leaf in leaves.items() if getattr(leaf, "weak_type", False)]
+    more = {"ties": ties, "keys": generators, "weak": weak}
+    texts[_STEP[0]] = _json(_STEP[0], {"schema": 1, "step": state.step, **more})
     aliases = {name for names in ties for name in names[1:]}
     written: dict[str, str] = {}
     with publishing_directory(directory, replace=replace) as fresh:
@@ -198,22 +208,51 @@ def _leaves(part: str, tree: Any, generators: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     # Under its part's name, as a restore has it: an empty key is a level too.
     for name, leaf in named_leaves({part: tree}).items():
+        _require_array(name, leaf)
         if not getattr(leaf, "is_fully_addressable", True):
             raise ConfigError(
                 f"{escape(name)}: other processes hold parts of it",
                 hint="gather it first: jax.experimental.multihost_utils.process_allgather",
             )
         if _is_key(leaf):
-            generators[name] = str(_jax().random.key_impl(leaf))
+            generators[name] = _generator(name, leaf)
         elif str(getattr(leaf.dtype, "name", leaf.dtype)) not in SAFETENSORS_NAMES:
             raise ConfigError(f"{escape(name)}: safetensors has no dtype {escape(str(leaf.dtype))}")
         found[name] = leaf
     return found
 
 
+def _require_array(name: str, leaf: Any) -> None:
+    """Refuse what looks like an array and is a tree: in its place would come back an array, and the rest be lost."""
+    if _has_jax() and not _jax().tree_util.all_leaves([leaf]):
+        raise ConfigError(
+            f"{escape(name)}: expected an array, found {escape(type(leaf).__name__)}, which only holds one",
+            hint="save and restore the arrays: `flax.nnx.to_pure_dict(state)` has them",
+        )
+
+
+def _generator(name: str, key: Any) -> str:
+    """Return what JAX calls the generator of typed keys, having shown that keys of it can be made by that name."""
+    jax = _jax()
+    own = jax.random.key_impl(key)
+    # An older JAX, and any of a generator of somebody's own, returns an object that keeps its name to itself.
+    for generator in (own,) if isinstance(own, str) else _GENERATORS:
+        if jax.eval_shape(partial(jax.random.key, 0, impl=generator)).dtype == key.dtype:
+            return generator
+    raise ConfigError(
+        f"{escape(name)}: expected keys of {', '.join(_GENERATORS)}, found {escape(str(key.dtype))}, which no restore "
+        "could make by name",
+        hint="save the words of the keys, `jax.random.key_data(keys)`, in their place",
+    )
+
+
 def _is_key(leaf: Any) -> bool:
-    # Whoever has a key of JAX has imported JAX; a run of numpy or torch does without it.
-    return str(leaf.dtype).startswith("key<") and "jax" in sys.modules
+    return str(leaf.dtype).startswith("key<") and _has_jax()
+
+
+def _has_jax() -> bool:
+    # Whoever has an array of JAX has imported JAX; a run of numpy or torch does without it.
+    return "jax" in sys.modules
 
 
 def _jax() -> Any:
@@ -329,9 +368,10 @@ def restore_training(
         directory: Where the files are. Untrusted.
         like: A state with the same structure: its trees say where each array goes, with shape, dtype and sharding.
             Arrays of JAX and `ShapeDtypeStruct`s, such as `jax.eval_shape` makes of the function that begins a run,
-            become new arrays, in memory of their own that may be donated. Arrays of numpy and tensors of torch are
-            written in place; what the checkpoint ties has to be one array of these here too. Its step, schedule and
-            data progress are not looked at.
+            become new arrays, in memory of their own that may be donated, and on the devices where those are; where
+            JAX was free to choose, as for a count that `init` of optax makes, it is again. A number of Python stands
+            for an array there. Arrays of numpy and tensors of torch are written in place; what the checkpoint ties
+            has to be one array of these here too. Its step, schedule and data progress are not looked at.
         manifest: The signed manifest: a path, or the bytes of the envelope; `manifest.json` in the directory if None.
         trust: Who may sign.
         policy: What may be in the files.
@@ -348,16 +388,18 @@ def restore_training(
         PolicyError: The checkpoint is none to go on training from, or the policy refuses a file.
         RejectedError: As `load`.
         FormatError: A file of the state does not say what it should.
-        ShardingError: The trees of `like` are not those of the checkpoint, or a key is of another generator.
-        ConfigError: As `fill`, or the purpose is another.
+        ShardingError: The trees of `like` are not those of the checkpoint, a key is of another generator, or JAX has
+            no weak type here of a dtype that had one.
+        ConfigError: As `fill`, the purpose is another, or something in `like` is no array and describes none.
         StagingError: As `fill`.
         HostError: As `load`.
     """
     if expected.setdefault("purpose", "training") != "training":
         raise ConfigError(f"purpose: expected training, found {escape(str(expected['purpose']))}")
     path = Path(directory) / MANIFEST_NAME if manifest is None else manifest
-    trees = {part: getattr(like, part) for part in _ARRAYS}
-    typed = {name: leaf for name, leaf in named_leaves(trees).items() if _is_key(leaf)}
+    trees = map_leaves({part: getattr(like, part) for part in _ARRAYS}, _described, plain=_described_number)
+    leaves = named_leaves(trees)
+    typed = {name: leaf for name, leaf in leaves.items() if _is_key(leaf)}
     target = map_leaves(trees, lambda _, leaf: _raw(leaf) if _is_key(leaf) else leaf)
     with ExitStack() as stack:
         if needs_agreement(target):
@@ -372,6 +414,8 @@ def restore_training(
                 f"typed keys of JAX: expected {escape(', '.join(typed)) or 'none'}, found "
                 f"{escape(', '.join(step.keys)) or 'none'} in the checkpoint"
             )
+        if strange := sorted(set(step.weak) - leaves.keys()):
+            raise ShardingError(f"weak types: expected leaves of `like`, found {escape(', '.join(strange))}")
         for name, leaf in typed.items():
             # By the description alone, and before anything is written in place.
             _jax().eval_shape(partial(_wrapped, name, like=leaf, generator=step.keys[name]), _raw(leaf))
@@ -385,17 +429,53 @@ def restore_training(
             tied=step.ties,
             progress=progress,
         )
-        wrapped = map_leaves(
-            filled, lambda name, leaf: _wrapped(name, leaf, typed[name], step.keys[name]) if name in typed else leaf
-        )
+        made: dict[int, Any] = {}
+
+        def finish(name: str, leaf: Any) -> Any:
+            # What is one array stays one.
+            if id(leaf) not in made:
+                if name in typed:
+                    made[id(leaf)] = _wrapped(name, leaf, typed[name], step.keys[name])
+                else:
+                    made[id(leaf)] = _weakened(name, leaf) if name in step.weak else leaf
+            return made[id(leaf)]
+
+        wrapped = map_leaves(filled, finish)
     held.expectation.record(held.trusted)
     return TrainingState(step=step.step, **plain, **wrapped)
 
 
+def _described(name: str, leaf: Any) -> Any:
+    """Return the description of an array of JAX, and any other leaf as it is."""
+    _require_array(name, leaf)
+    if not _has_jax() or not isinstance(leaf, _jax().Array):
+        return leaf
+    # An array of JAX never changes, so that two leaves that are one object are no tie: an optimizer that remembers
+    # where the parameters began has the same objects at first. And one that JAX was free to place must be so again:
+    # bound to the default device, it could not be used together with arrays on others.
+    sharding = leaf.sharding if leaf.committed else None
+    return _jax().ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _described_number(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if _has_jax() and type(value) in {bool, int, float, complex}:
+        return _jax().eval_shape(lambda: value)
+    raise ConfigError(
+        f"{escape(name)}: expected an array, or what describes one, found {escape(type(value).__name__)}",
+        hint="leave out of the trees what is no array",
+    )
+
+
 def _raw(leaf: Any) -> Any:
-    """Return the description of what a typed key is made of."""
+    """Return the description of what typed keys are made of, on the same devices."""
     jax = _jax()
-    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    raw = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    # Of any number of dimensions; of the last, the words of a key, they say nothing, so that these lie together.
+    if isinstance(leaf.sharding, (jax.sharding.NamedSharding, jax.sharding.SingleDeviceSharding)):
+        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=leaf.sharding)
+    return raw
 
 
 def _wrapped(name: str, data: Any, like: Any, generator: str) -> Any:
@@ -408,6 +488,25 @@ def _wrapped(name: str, data: Any, like: Any, generator: str) -> Any:
             f"{escape(name)}: expected {escape(str(like.dtype))}, found {escape(str(key.dtype))}, another generator"
         )
     return key
+
+
+def _weakened(name: str, leaf: Any) -> Any:
+    """Return an array with a weak type, where it is one of JAX; the others have none."""
+    jax = _jax() if _has_jax() else None
+    if jax is None or not isinstance(leaf, jax.Array):
+        return leaf
+    try:
+        # Only numbers of Python begin a weak type, and an array keeps its own when others are written into it.
+        made = jax.numpy.full(leaf.shape, leaf.dtype.type(0).item()).at[...].set(leaf)
+        made = jax.device_put(made, leaf.sharding) if leaf.committed else made
+    except Exception as err:  # JAX's errors share no other base
+        raise ShardingError(f"{escape(name)}: cannot be of a weak type: {escape(str(err))}") from err
+    if made.dtype != leaf.dtype or not made.weak_type:
+        raise ShardingError(
+            f"{escape(name)}: expected {escape(str(leaf.dtype))} of a weak type, found that JAX has none here",
+            hint="set `jax_enable_x64` as it was when the state was saved",
+        )
+    return made
 
 
 def _step(beside: Mapping[str, Companion]) -> _Step:

@@ -6,7 +6,8 @@ or copies an array.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -83,7 +84,7 @@ class _Mapper:
             return None
         if isinstance(node, Record):
             return type(node)(**{field: self.map(child, (*path, field)) for field, child in node.items()})
-        if isinstance(node, Mapping):
+        if isinstance(node, Mapping) and not _is_own_kind(node):
             return self._map_mapping(node, path)
         if isinstance(node, tuple) and hasattr(node, "_fields"):
             return type(node)(*(self.map(getattr(node, field), (*path, field)) for field in node._fields))
@@ -93,6 +94,8 @@ class _Mapper:
 
     def _map_mapping(self, node: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
         done = {key: self.map(child, (*path, str(key))) for key, child in node.items()}
+        if isinstance(node, defaultdict):
+            return defaultdict(node.default_factory, done)
         return OrderedDict(done) if isinstance(node, OrderedDict) else done
 
     def _map_foreign(self, node: Any, path: tuple[str, ...]) -> Any:
@@ -114,6 +117,14 @@ class _Mapper:
         if any(leaf is node for _, leaf in leaves):
             raise refusal
         return rebuild([self.map(leaf, (*path, *below.split("/"))) for below, leaf in leaves])
+
+
+def _is_own_kind(node: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is a pytree that somebody taught JAX, such as a FrozenDict of flax: only JAX can rebuild it."""
+    # Whoever taught it has imported JAX.
+    if type(node) in {dict, OrderedDict, defaultdict} or "jax" not in sys.modules:
+        return False
+    return not sys.modules["jax"].tree_util.all_leaves([node])
 
 
 def memory_of(leaf: Any) -> tuple[object, ...] | None:

@@ -20,6 +20,7 @@ import json, os, sys
 sys.path.insert(0, {repository!r})
 import jax
 jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_cpu_collectives_implementation", "gloo")  # JAX 0.4.35 has none by itself
 {initialize}
 PROCESS = {process}
 ARGUMENTS = json.loads(sys.stdin.read())

@@ -108,7 +108,7 @@ def test_an_aligned_tensor_is_not_copied(mesh: Mesh) -> None:
 
 
 def test_an_unaligned_tensor_is_copied_and_right() -> None:
-    array = aligned((16, 64), shift=16)
+    array = aligned((16, 64), shift=4)  # jaxlib 0.4.34 takes over what is aligned to 16
     made = assemble(host(array))
     assert made.unsafe_buffer_pointer() != address(array)
     np.testing.assert_array_equal(made, array)
@@ -203,7 +203,7 @@ def test_a_64_bit_dtype_is_kept_where_jax_keeps_it() -> None:
         update("jax_enable_x64", False)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.float6_e2m3fn, "U1", object])
+@pytest.mark.parametrize("dtype", ["M8[s]", "U1", object])
 def test_a_dtype_that_jax_lacks_is_refused(mesh: Mesh, dtype: Any) -> None:
     for sharding in (None, NamedSharding(mesh, P())):
         with pytest.raises(ShardingError, match="a/file"):

@@ -215,6 +215,7 @@ def test_roots_are_read_from_pem() -> None:
         pem(ROOT) + SecretKey.generate().to_pem(None),
         pem(ROOT).replace(b"M", b"N"),
     ],
+    ids=["empty", "junk", "no authority", "one of them no authority", "a key", "a secret key", "no certificate"],
 )
 def test_what_is_no_list_of_authorities_gives_no_roots(data: bytes) -> None:
     with pytest.raises(ConfigError):

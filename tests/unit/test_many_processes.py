@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -200,6 +201,10 @@ def test_a_job_of_several_processes_loads_as_one_and_refuses_as_one(tmp_path: Pa
     assert all("another manifest" in one["text"] or "no verdict" in one["text"] for one in mixed)
     assert all(one["seconds"] < 30 for one in (*tampered, *untrusted, *mixed))
 
+    if jax.__version_info__ <= (0, 7, 0):
+        # It has no array of which a process holds no part, and says so to all of them.
+        assert {one["error"] for one in on_one} == {"ShardingError", "HostError"}
+        return
     # Of what lies on one process's device, the others have an array with no part, and read what a scan needs.
     assert [len(one["shards"]) for one in on_one] == [3, *[0] * last]
     assert {tuple(one["shapes"][LARGE]) for one in on_one} == {(2048, 8192)}

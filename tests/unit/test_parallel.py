@@ -113,19 +113,21 @@ def test_an_interruption_of_the_calling_thread_stops_the_others() -> None:
 
 
 INTERRUPTED = """
-import _thread, random, threading, time
+import _thread, random, sys, threading, time
 from safeload.parallel import run
 
 def work(item, meter):
     meter.advance(1)
     return item
 
+# Where Python itself ignores an interruption, as in a finalizer, it says so, and the run goes on.
+sys.unraisablehook = lambda _: None
 random.seed(7)
 ended = {"interrupted": 0, "done": 0}
 for _ in range(150):
     timer = threading.Timer(random.random() * 0.02, _thread.interrupt_main)
-    timer.start()
     try:
+        timer.start()
         run(range(2000), work, size=lambda item: 1, threads=2, phase="test", progress=None)
         ended["done"] += 1
         timer.cancel()

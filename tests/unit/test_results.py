@@ -6,7 +6,6 @@ import pickle
 
 import numpy as np
 import pytest
-from numpy._core.multiarray import _reconstruct
 
 from safeload.errors import FormatError, LimitError, PolicyError
 from safeload.formats.pickles.results import MAX_NAME_CHARACTERS
@@ -14,6 +13,7 @@ from safeload.policy import GroupedScales, PickleRules, RecordRule
 from safeload.tensors import Extent, RecordValue
 from tests.streams import DEFAULT, Writer, honest_streams, op, parse, policy_with, refusal, refused
 
+_reconstruct = np.empty(0).__reduce__()[0]  # numpy 2 moved its module
 w = Writer(4)
 P4 = op.PROTO(4)
 ARRAY = w.array()

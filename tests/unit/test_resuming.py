@@ -1,13 +1,18 @@
+import collections
+import dataclasses
 import functools
 import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import safeload
 from safeload import resuming
@@ -26,6 +31,7 @@ from safeload.resuming import TrainingState, restore_training, save_training
 from safeload.saving import save
 from safeload.trees import named_leaves
 from safeload.trust.keys import SecretKey
+from tests.processes import run_processes
 
 KEY = SecretKey.generate("ed25519")
 
@@ -57,7 +63,10 @@ def zeros(like: TrainingState) -> TrainingState:
 
 
 def bits(tree: Any) -> dict[str, bytes]:
-    return {name: np.asarray(leaf).tobytes() for name, leaf in named_leaves(tree).items()}
+    def raw(leaf: Any) -> Any:
+        return jax.random.key_data(leaf) if str(leaf.dtype).startswith("key<") else leaf
+
+    return {name: np.asarray(raw(leaf)).tobytes() for name, leaf in named_leaves(tree).items()}
 
 
 # ---------------------------------------------------------------- a run
@@ -117,6 +126,250 @@ def test_step_4_is_bit_identical_with_and_without_the_restore_and_not_without_th
         fields = {name: getattr(back, name) for name in (*trees, "step", "data_progress")}
         wrong = train(TrainingState(**(fields | {part: other})))
         assert bits(wrong.params) != bits(train(run).params), part
+
+
+class Pair(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias"], meta_fields=["tag"])
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    weight: Any
+    bias: Any
+    tag: str = "dense"
+
+
+class FrozenMapping(Mapping[str, Any]):
+    """A mapping that is a pytree of its own, as flax and haiku have one."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+jax.tree_util.register_pytree_with_keys(
+    FrozenMapping,
+    lambda node: ([(jax.tree_util.DictKey(key), node[key]) for key in sorted(node)], tuple(sorted(node))),
+    lambda keys, children: FrozenMapping(dict(zip(keys, children, strict=True))),
+)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A node of a tree that answers as the array which it holds, as variables of flax do."""
+
+    value: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value, name)
+
+
+TREES: dict[str, Callable[[Any, Any], Any]] = {
+    "dict": lambda w, b: {"weight": w, "bias": b},
+    "OrderedDict": lambda w, b: collections.OrderedDict(weight=w, bias=b),
+    "defaultdict": lambda w, b: collections.defaultdict(list, weight=w, bias=b),
+    "a mapping of its own": lambda w, b: FrozenMapping({"weight": w, "bias": b}),
+    "below a mapping of its own": lambda w, b: FrozenMapping({"0": collections.defaultdict(list, weight=w, bias=b)}),
+    "list": lambda w, b: [w, b],
+    "tuple": lambda w, b: (w, (), {"none": None, "bias": b}),
+    "named tuple": Pair,
+    "dataclass": Layer,
+    "numbers as keys": lambda w, b: {0: w, 1: b},
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "masked": lambda optax: optax.masked(optax.adamw(1e-2), lambda p: jax.tree.map(lambda leaf: leaf.ndim > 1, p)),
+    "multi_transform": lambda optax: optax.multi_transform(
+        {"a": optax.adam(1e-2, mu_dtype=jax.numpy.bfloat16), "b": optax.sgd(0.1, momentum=0.9)},
+        lambda p: jax.tree.map(lambda leaf: "ab"[leaf.ndim % 2], p),
+    ),
+    "inject_hyperparams": lambda optax: optax.inject_hyperparams(optax.sgd)(learning_rate=1e-2),
+    "MultiSteps": lambda optax: optax.MultiSteps(optax.sgd(1e-2), 2),
+    "noise": lambda optax: optax.add_noise(0.1, 0.5, 0),
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_tree_comes_back_as_what_it_was_and_a_compiled_step_knows_it(tree: str, tmp_path: Path) -> None:
+    traces: list[int] = []
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        traces.append(1)
+        return params
+
+    params = step(TREES[tree](jax.numpy.ones((3, 3)), jax.numpy.zeros(3)))
+    saved(state(params=params), tmp_path / "run")
+    for like in (params, jax.eval_shape(lambda: params)):
+        back = restored(tmp_path / "run", TrainingState(like, zeros(state()).optimizer, 0, zeros(state()).rng)).params
+        assert repr(jax.tree.structure(back)) == repr(jax.tree.structure(params))
+        assert bits(step(back)) == bits(params)
+    assert traces == [1]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_goes_on_bit_by_bit_with_the_step_that_is_compiled(optimizer: str, tmp_path: Path) -> None:
+    optax = pytest.importorskip("optax", reason="optax is not installed: it is part of the extra dev")
+    transform = OPTIMIZERS[optimizer](optax)
+    traces: list[int] = []
+
+    @jax.jit
+    def step(params: Any, moments: Any) -> Any:
+        traces.append(1)
+        updates, moments = transform.update(jax.tree.map(lambda leaf: leaf / 3 + 1, params), moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    @jax.jit
+    def begin() -> Any:
+        params = {"weight": jax.numpy.ones((3, 3)), "bias": jax.numpy.zeros(3)}
+        return params, transform.init(params)
+
+    run = begin()
+    for _ in range(3):
+        run = step(*run)
+    saved(state(params=run[0], optimizer=run[1]), tmp_path / "run")
+    expected = step(*run)
+    n_traces = len(traces)
+    for like in (run, begin(), jax.eval_shape(begin)):
+        back = restored(tmp_path / "run", TrainingState(like[0], like[1], 0, zeros(state()).rng))
+        assert repr(jax.tree.structure((back.params, back.optimizer))) == repr(jax.tree.structure(run))
+        assert bits((back.params, back.optimizer)) == bits(run)
+        assert bits(step(back.params, back.optimizer)) == bits(expected)
+    assert bits(expected) != bits(run)
+    assert len(traces) == n_traces
+
+
+def test_a_restored_mapping_makes_what_is_missing_as_before(tmp_path: Path) -> None:
+    params: Any = collections.defaultdict(list, w=np.ones(2, np.float32))
+    saved(state(params=params), tmp_path / "run")
+    like = zeros(state())
+    fresh: Any = collections.defaultdict(list, w=np.zeros(2, np.float32))
+    back = restored(tmp_path / "run", TrainingState(fresh, like.optimizer, 0, like.rng))
+    assert back.params["another"] == []
+
+
+def test_weak_types_are_as_they_were_saved_so_that_a_step_rounds_alike(tmp_path: Path) -> None:
+    special = np.array([0x7FC00123, 0x80000000, 0x00000001, 0x3F8CCCCD], np.uint32).view(np.float32)
+    weak = {
+        "step": jax.numpy.asarray(3),
+        "scale": jax.numpy.asarray(0.1),
+        "some": jax.numpy.full(4, 0.0).at[...].set(special),
+        "strong": jax.numpy.asarray(np.float32(0.1)),
+    }
+    weak["same"] = weak["some"]
+    assert [leaf.weak_type for leaf in weak.values()] == [True, True, True, False, True]
+    saved(state(optimizer=weak), tmp_path / "run")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    kind = max(memory.kind for memory in jax.devices()[0].addressable_memories())  # not the default, if there are two
+    places = {name: NamedSharding(mesh, P(*"x"[: leaf.ndim]), memory_kind=kind) for name, leaf in weak.items()}
+    placed = {name: jax.device_put(leaf, places[name]) for name, leaf in weak.items()}
+    # Whatever the types of what it is told to be like: at first they may be others.
+    for like in (weak, jax.eval_shape(lambda: weak), jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), weak), placed):
+        numpy = zeros(state())
+        back = restored(tmp_path / "run", TrainingState(numpy.params, like, 0, numpy.rng)).optimizer
+        assert {name: leaf.weak_type for name, leaf in back.items()} == {n: leaf.weak_type for n, leaf in weak.items()}
+        assert bits(back) == bits(weak)
+        assert back["same"] is back["some"]
+        assert back["some"].sharding == (placed if like is placed else weak)["some"].sharding
+        if like is placed:
+            continue
+        half = jax.numpy.ones(3, jax.numpy.bfloat16)
+        assert (back["scale"] * half).dtype == half.dtype
+        assert (back["strong"] * half).dtype == np.float32
+    in_place = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in weak.items()}
+    in_place["same"] = in_place["some"]
+    numpy = zeros(state())
+    restored(tmp_path / "run", TrainingState(numpy.params, in_place, 0, numpy.rng))
+    assert bits(in_place) == bits(weak)
+
+
+def test_a_number_of_python_stands_for_an_array_where_it_is_restored(tmp_path: Path) -> None:
+    # As in the state that flax begins with, of which a compiled step makes an array.
+    saved(state(optimizer={"step": jax.numpy.asarray(3), "on": jax.numpy.asarray(True)}), tmp_path / "run")
+    like = zeros(state())
+    back = restored(tmp_path / "run", TrainingState(like.params, {"step": 0, "on": False}, 0, like.rng))
+    assert (int(back.optimizer["step"]), back.optimizer["step"].weak_type) == (3, True)
+    assert back.optimizer["on"].dtype == np.bool_
+    with pytest.raises(ConfigError, match="optimizer/step: expected an array, or what describes one, found str"):
+        restored(tmp_path / "run", TrainingState(like.params, {"step": "0"}, 0, like.rng))
+
+
+def test_what_jax_was_free_to_place_is_so_again(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    rows = NamedSharding(mesh, P("x"))
+    weights = jax.device_put(jax.numpy.ones((8, 2)), rows)
+    # As `init` of optax makes it: the moments are where the parameters are, and the count is nowhere in particular.
+    like = {"count": jax.numpy.zeros((), np.int32), "mu": jax.numpy.zeros_like(weights)}
+    numpy = zeros(state())
+    saved(state(params={"w": weights}, optimizer=like), tmp_path / "run")
+    back = restored(tmp_path / "run", TrainingState({"w": weights}, like, 0, numpy.rng))
+    assert back.params["w"].sharding == back.optimizer["mu"].sharding == rows
+    moved = jax.jit(lambda w, s: w + s["mu"] + s["count"])(back.params["w"], back.optimizer)
+    assert np.asarray(moved).tolist() == [[1, 1]] * 8
+
+
+RESUME = """
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from safeload.resuming import TrainingState, restore_training
+from safeload.trust.keys import PublicKey
+
+mesh = Mesh(np.array(jax.devices()), ("x",))
+like = jax.eval_shape(lambda: ({"w": jax.numpy.ones((8, 2))}, {"n": 0, "w": 0.0 * jax.numpy.full(8, 1.0)}))
+keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+
+def on(leaf):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P(*"x"[: leaf.ndim])))
+
+params, optimizer = jax.tree.map(on, like)
+state = TrainingState(params, optimizer, 0, on(keys))
+back = restore_training(ARGUMENTS["directory"], state, trust=PublicKey.from_pem(ARGUMENTS["key"].encode()))
+leaves = [back.params["w"], back.optimizer["n"], back.optimizer["w"], jax.random.key_data(back.rng)]
+answer([
+    [[leaf.weak_type, leaf.is_fully_addressable] for leaf in leaves],
+    [np.asarray(leaf.addressable_shards[0].data).tolist() for leaf in leaves],
+    back.rng.sharding == state.rng.sharding,
+])
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_take_up_one_state_between_them(tmp_path: Path) -> None:
+    params = {"w": jax.numpy.arange(16, dtype=np.float32).reshape(8, 2)}
+    optimizer = {"n": jax.numpy.asarray(3), "w": jax.numpy.full(8, 0.0).at[...].set(np.arange(8, dtype=np.float32))}
+    keys = jax.random.split(jax.random.key(4), 8)
+    saved(TrainingState(params, optimizer, 3, keys), tmp_path / "run")
+    argument = {"directory": str(tmp_path / "run"), "key": KEY.public.to_pem().decode()}
+    words = np.asarray(jax.random.key_data(keys))
+    for process, ended in enumerate(run_processes(RESUME, [argument, argument])):
+        assert ended.code == 0, ended.output
+        facts, values, is_placed = ended.answer
+        row = 4 * process
+        assert facts == [[False, False], [True, False], [True, False], [False, False]]
+        assert values == [[[2 * row, 2 * row + 1]], 3, [row], [words[row].tolist()]]
+        assert is_placed
+
+
+def test_arrays_that_were_one_at_first_are_no_tie(tmp_path: Path) -> None:
+    # As of optimizers that remember where the parameters began.
+    begun = jax.numpy.zeros(3)
+    saved(state(params={"w": begun + 1}, optimizer={"begun": begun, "sum": begun + 2}), tmp_path / "run")
+    numpy = zeros(state())
+    like = TrainingState({"w": begun}, {"begun": begun, "sum": begun}, 0, numpy.rng)
+    back = restored(tmp_path / "run", like)
+    assert np.asarray(back.params["w"]).tolist() == [1, 1, 1]
+    assert np.asarray(back.optimizer["begun"]).tolist() == [0, 0, 0]
+    assert np.asarray(back.optimizer["sum"]).tolist() == [2, 2, 2]
 
 
 # ---------------------------------------------------------------- what is saved
@@ -182,6 +435,36 @@ def test_typed_keys_come_back_with_their_generator(tmp_path: Path) -> None:
     other = {"a": jax.random.key(3, impl="unsafe_rbg"), "b": keys["b"]}
     with pytest.raises(ShardingError, match="another generator"):
         restored(tmp_path / "run", state(rng=other))
+
+
+def test_keys_of_a_generator_without_a_name_are_refused_when_they_are_saved(tmp_path: Path) -> None:
+    from jax.extend.random import define_prng_impl
+
+    def never(*_: Any) -> Any:
+        return jax.numpy.zeros(5, np.uint32)
+
+    own: Any = define_prng_impl(
+        key_shape=(5,), seed=never, split=never, random_bits=never, fold_in=never, name="own", tag="own"
+    )
+    with pytest.raises(ConfigError, match="rng: expected keys of threefry2x32, rbg, unsafe_rbg, found key<own>"):
+        saved(state(rng=jax.random.key(0, impl=own)), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_typed_keys_come_back_to_their_devices(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    each = jax.random.split(jax.random.key(4), 8)
+    keys = {
+        "rows": jax.device_put(each, NamedSharding(mesh, P("x"))),
+        "all": jax.device_put(each, NamedSharding(mesh, P())),
+        "one": jax.device_put(each, jax.devices()[3]),
+        "free": each,
+    }
+    saved(state(rng=keys), tmp_path / "run")
+    back = restored(tmp_path / "run", state(rng=keys))
+    for name, key in keys.items():
+        assert (back.rng[name].sharding, back.rng[name].committed) == (key.sharding, key.committed), name
+        assert jax.random.key_data(back.rng[name]).tolist() == jax.random.key_data(key).tolist()
 
 
 def test_an_optimizer_without_arrays_still_has_its_role(tmp_path: Path) -> None:
@@ -289,6 +572,7 @@ def resigned(directory: Path, file: str, text: str) -> Path:
         ("step.json", '{"schema": 1, "step": -1}'),
         ("step.json", '{"schema": 1, "step": 3, "more": 1}'),
         ("step.json", '{"schema": 1, "step": 3, "ties": [["params/head"]]}'),
+        ("step.json", '{"schema": 1, "step": 3, "weak": "params/head"}'),
         ("schedule.json", '{"a": {"$float": "x"}}'),
         ("schedule.json", '{"a": {"$float": "0x1p99999"}}'),
         ("schedule.json", '{"a": {"$int": 1}}'),
@@ -309,6 +593,33 @@ def test_ties_of_what_is_no_parameter_or_another_shape_are_refused(ties: Any, tm
     text = json.dumps({"schema": 1, "step": 3, "ties": ties})
     with pytest.raises(ShardingError, match="tied"):
         restored(tmp_path / "run", zeros(state()), manifest=resigned(tmp_path / "run", "step.json", text))
+
+
+def test_weak_types_of_what_is_no_leaf_or_that_jax_has_none_of_are_refused(tmp_path: Path) -> None:
+    described = jax.eval_shape(lambda: {"a": jax.numpy.zeros(2), "b": jax.numpy.zeros(2, jax.numpy.bfloat16)})
+    params = {"a": np.zeros(2, np.float32), "b": np.zeros(2, ml_dtypes.bfloat16)}
+    like = TrainingState(described, (), 0, np.zeros(2, np.uint32))
+    for weak, told in ((["params/c"], "weak types: .* found params/c"), (["params/b"], "params/b: .*weak type")):
+        directory = tmp_path / weak[0].rpartition("/")[2]
+        directory.mkdir()
+        saved(TrainingState(params, (), 3, np.zeros(2, np.uint32)), directory / "run")
+        text = json.dumps({"schema": 1, "step": 3, "weak": weak})
+        with pytest.raises(ShardingError, match=told):
+            restored(directory / "run", like, manifest=resigned(directory / "run", "step.json", text))
+
+
+def test_what_only_holds_an_array_is_refused_and_not_put_in_its_place(tmp_path: Path) -> None:
+    def of(leaf: Any) -> TrainingState:
+        return state(params={"w": leaf}, optimizer=(), rng=())
+
+    saved(of(jax.numpy.ones(2)), tmp_path / "run")
+    for attempt in (
+        lambda: saved(of(Holder(jax.numpy.ones(2))), tmp_path / "other"),
+        lambda: restored(tmp_path / "run", of(Holder(jax.numpy.ones(2)))),
+    ):
+        with pytest.raises(ConfigError, match="params/w: expected an array, found Holder, which only holds one"):
+            attempt()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_changed_byte_in_any_file_is_refused_and_nothing_is_left_of_the_rest(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ import ctypes
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import os
 import subprocess
@@ -98,7 +99,7 @@ def test_jax_arrays_named_tuples_and_the_users_own_classes_are_written(tmp_path:
         weight: Any
         scales: Any
 
-    @jax.tree_util.register_dataclass
+    @functools.partial(jax.tree_util.register_dataclass, data_fields=["w", "b"], meta_fields=[])
     @dataclasses.dataclass
     class Block:
         w: Any

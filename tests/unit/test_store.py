@@ -137,7 +137,9 @@ def test_a_trust_file_that_breaks_a_rule_is_refused(change: Callable[[dict[str, 
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"null", b"\xff", store()[:-1], store().replace(b'"spec"', b'"spec": "1.0", "spec"', 1)]
+    "data",
+    [b"", b"[]", b"null", b"\xff", store()[:-1], store().replace(b'"spec"', b'"spec": "1.0", "spec"', 1)],
+    ids=["empty", "list", "null", "not UTF-8", "cut", "key twice"],
 )
 def test_what_is_no_strict_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ConfigError, match="trust store: "):
@@ -174,6 +176,21 @@ def test_load_trust_knows_keys_and_a_trust_file_by_their_content(tmp_path: Path)
     assert both.version == 3
     ready = TrustStore.of_keys([BOB])
     assert load_trust(ready) is ready
+
+
+@pytest.mark.parametrize(
+    "trust", [None, 3, b"x", {}, [None], [[]], {"a": 1}, iter([])], ids=lambda wrong: type(wrong).__name__
+)
+def test_what_is_no_key_nor_path_is_a_wrong_argument(trust: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trust: expected|expected at least one trusted key") as caught:
+        load_trust(trust)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("pin", [3, b"sha256:" + b"0" * 64, [], object()])
+def test_a_pin_is_a_word(pin: Any) -> None:
+    with pytest.raises(ConfigError, match="trust pin: expected sha256:"):
+        load_trust(SecretKey.generate().public, pin=pin)
 
 
 def test_what_cannot_be_trusted_is_refused(tmp_path: Path) -> None:
