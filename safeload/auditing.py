@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -57,6 +57,7 @@ from safeload.scanning import (
     check_indexes,
     file_report,
     jobs_in,
+    largest_of_set,
     parse,
     peek_limit,
     policy_facts,
@@ -82,6 +83,9 @@ MAX_TRACED_STEPS: Final = 300
 _FIRST_STEPS: Final = 40
 _STEPS_BEFORE: Final = 8
 """Of a longer run the first instructions are shown, and those before each refusal: what was named, and with what."""
+
+MAX_JOBS: Final = 256
+"""Most threads: what is more waits for a disk in any case, and each holds a file open and a buffer."""
 
 _MAX_OPEN_ROOTS: Final = 8
 """Directories that are worked on at one time; each keeps up to 17 descriptors open."""
@@ -124,7 +128,7 @@ def audit(
     trust: Trust = (),
     policy: str | Path | Policy = DEFAULT_POLICY,
     baseline: str | Path | None = None,
-    fail_on: Iterable[FailOn | str] = (),
+    fail_on: Collection[FailOn | str] = (),
     cache: str | Path | None = None,
     cache_key: str | Path | None = None,
     jobs: int | None = None,
@@ -148,7 +152,7 @@ def audit(
         fail_on: What fails it beside new findings.
         cache: A directory of results to use and add to; see `safeload.result_cache`.
         cache_key: The key that its results are authenticated with, needed with `cache`.
-        jobs: Threads on this machine; as many as there are processors if it is None.
+        jobs: Threads on this machine, up to `MAX_JOBS`; as many as there are processors if it is None.
         executor: Who does the work instead: anything that runs a function of picklable arguments. Its workers must see
             the same paths and run the same version of safeload, and they are trusted as this process is.
         traces: Whether to show what refused pickles would have done.
@@ -163,6 +167,7 @@ def audit(
         StagingError: The cache or the history cannot be written, or a worker of the executor failed.
     """
     manifests = _manifests(directories)
+    _check_types(fail_on, {"baseline": baseline, "cache": cache, "cache_key": cache_key}, jobs, executor, progress)
     _check_arguments(manifests, trust, fail_on, (cache, cache_key), jobs, executor, expected)
     for directory in manifests:
         require_policy_outside(policy, directory)
@@ -226,18 +231,46 @@ _CONNECT_SECONDS: Final = 10
 # ---------------------------------------------------------------- arguments
 
 
-def _manifests(
-    directories: str | Path | Iterable[str | Path] | Mapping[str | Path, str | Path | bytes | None],
-) -> dict[str, str | Path | bytes | None]:
+def _manifests(directories: object) -> dict[str, str | Path | bytes | None]:
     if isinstance(directories, str | Path):
         return {str(directories): None}
+    if not isinstance(directories, Iterable) or isinstance(directories, bytes):
+        raise _wrong("directories", "one or more paths", directories, hint="name the checkpoints to audit")
+    pairs: Iterable[tuple[object, object]]
     pairs = directories.items() if isinstance(directories, Mapping) else ((each, None) for each in directories)
     manifests: dict[str, str | Path | bytes | None] = {}
     for directory, manifest in pairs:
+        if not isinstance(directory, str | Path):
+            raise _wrong("directories", "paths", directory, hint="name the checkpoints to audit")
+        if not isinstance(manifest, str | Path | bytes | None):
+            raise _wrong("directories", "a manifest's path, its bytes or None", manifest, hint="None where it has none")
         if str(directory) in manifests:
-            raise ConfigError(f"expected each directory once, found {escape(str(directory))} twice")
+            raise ConfigError(
+                f"expected each directory once, found {escape(str(directory))} twice", hint="leave out the second"
+            )
         manifests[str(directory)] = manifest
     return manifests
+
+
+def _wrong(name: str, expected: str, found: object, *, hint: str) -> ConfigError:
+    return ConfigError(f"{name}: expected {expected}, found {type(found).__name__}", hint=hint)
+
+
+def _check_types(
+    fail_on: object, paths: Mapping[str, object], jobs: object, executor: object, progress: object
+) -> None:
+    """Say of an argument of another type which it is, and what goes there, before anything is looked at."""
+    if not isinstance(fail_on, Collection) or isinstance(fail_on, str | bytes):
+        raise _wrong("fail_on", "a list of words", fail_on, hint="such as fail_on=['known']")
+    for name, path in paths.items():
+        if not isinstance(path, str | Path | None):
+            raise _wrong(name, "a path or None", path, hint="leave it out where there is none")
+    if jobs is not None and (not isinstance(jobs, int) or isinstance(jobs, bool)):
+        raise _wrong("jobs", "a number of threads or None", jobs, hint="leave it out for as many as processors")
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise _wrong("executor", "an executor or None", executor, hint="see `concurrent.futures.Executor`")
+    if progress is not None and not callable(progress):
+        raise _wrong("progress", "a function or None", progress, hint="it is told phase, bytes done and bytes in all")
 
 
 def _check_arguments(  # noqa: PLR0917 - those of `audit`
@@ -263,15 +296,26 @@ def _check_arguments(  # noqa: PLR0917 - those of `audit`
         raise ConfigError("somebody to trust was given, and no manifest", hint="name the manifest that they signed")
     asked = sorted(name for name, value in expected.items() if value is not None)
     if asked and not n_manifests:
-        raise ConfigError(f"{' and '.join(asked)} can be expected of a manifest only, and none was given")
+        raise ConfigError(
+            f"{' and '.join(asked)} can be expected of a manifest only, and none was given",
+            hint="name the signed manifest",
+        )
     if expected.get("pin") is not None and len(manifests) > 1:
-        raise ConfigError("a pin names one manifest, and several directories were given")
-    if unknown := sorted(set(fail_on) - set(get_args(FailOn))):
-        raise ConfigError(f"fail_on: expected {' or '.join(get_args(FailOn))}, found {escape(unknown[0])!r}")
+        raise ConfigError(
+            "a pin names one manifest, and several directories were given", hint="audit that directory alone"
+        )
+    if unknown := [word for word in fail_on if word not in get_args(FailOn)]:
+        raise ConfigError(
+            f"fail_on: expected {' or '.join(get_args(FailOn))}, found {escape(str(unknown[0]))!r}",
+            hint="new findings fail it in any case",
+        )
     if (cache[0] is None) != (cache[1] is None):
         raise ConfigError("a cache and its key go together", hint="name both")
-    if jobs is not None and (jobs < 1 or executor is not None):
-        raise ConfigError("jobs: expected a number of threads on this machine, from 1 on, and no executor beside it")
+    if jobs is not None and (not 1 <= jobs <= MAX_JOBS or executor is not None):
+        raise ConfigError(
+            f"jobs: expected a number of threads on this machine, from 1 to {MAX_JOBS}, and no executor beside it",
+            hint="leave it out for as many as there are processors",
+        )
 
 
 # ---------------------------------------------------------------- one directory
@@ -502,16 +546,17 @@ def _look(task: _Task, job: Job, policy: Policy, advance: Callable[[int], None])
     try:
         hit = _cached(task, job, advance) if task.cached else None
         if hit is not None:
-            kind, parsed, sha256, size = hit.kind, hit.parsed(), hit.sha256, hit.size
+            looked: tuple[str, Parsed, str | None, int] = hit.kind, hit.parsed(), hit.sha256, hit.size
         else:
-            told = partial(_only_stop, advance) if task.cached else advance
-            kind, parsed, sha256, size = _parse(job, policy, siblings, told)
+            looked = _parse(job, policy, siblings, partial(_only_stop, advance) if task.cached else advance)
     except (FileSetError, StagingError) as err:
         # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
         refusal = err if isinstance(err, FileSetError) else FileSetError(Finding("unreadable", err.message))
         return _Result(unread(job, refusal), used, None, is_reused=False)
-    is_of_its_own = hit is None and not siblings.was_asked
-    fresh = CachedResult.of(task.path, size, sha256, kind, parsed) if is_of_its_own else None
+    kind, parsed, sha256, size = looked
+    fresh = None
+    if hit is None and sha256 is not None and not siblings.was_asked:
+        fresh = CachedResult.of(task.path, size, sha256, kind, parsed)
     if task.entry is not None:
         parsed = check_digest(task.entry, sha256, size, check_against(task.entry, kind, parsed))
     return _Result(file_report(job.shown, kind, size, parsed, sha256), used, fresh, is_reused=hit is not None)
@@ -520,8 +565,9 @@ def _look(task: _Task, job: Job, policy: Policy, advance: Callable[[int], None])
 def _cached(task: _Task, job: Job, advance: Callable[[int], None]) -> CachedResult | None:
     """Hash a file, and return what is known of exactly these bytes."""
     with StreamSource(job.root.open(job.path), job.shown, hashing=True, advance=advance) as stream:
-        found = task.cached.get(stream.finish())
-        return found if found is not None and found.size == stream.size else None
+        if stream.size != task.size:  # what is known is of another length, and this may be a hole by now
+            return None
+        return task.cached.get(stream.finish())
 
 
 def _only_stop(advance: Callable[[int], None], _: int) -> None:
@@ -531,9 +577,13 @@ def _only_stop(advance: Callable[[int], None], _: int) -> None:
 
 def _parse(
     job: Job, policy: Policy, siblings: Siblings, advance: Callable[[int], None]
-) -> tuple[str, Parsed, str, int]:
+) -> tuple[str, Parsed, str | None, int]:
     with _open(job, policy, advance) as stream:
         kind, parsed = parse(stream, job.shown, policy, siblings)
+        if stream.size > policy.limits.max_file_bytes:
+            # Refused for that: hashing what may be one hole would keep everybody waiting, and change nothing.
+            advance(stream.size)
+            return kind, parsed, None, stream.size
         sha256 = stream.finish()
         if stream.refusal is not None and parsed.refusal is None:
             parsed = refused(parsed, stream.refusal)
@@ -615,6 +665,7 @@ class _Crew:
         tasks = [self._task(job) for job in jobs]
         self._tasks.update((task.shown, task) for task in tasks)
         if self._executor is None:
+            order = largest_of_set(jobs)
             results = run(
                 list(zip(tasks, jobs, strict=True)),
                 lambda item, meter: self._keep(_look(*item, self.policy, meter.advance)),
@@ -622,6 +673,7 @@ class _Crew:
                 threads=self._jobs or n_processors(),
                 phase="auditing",
                 progress=self.progress,
+                order=lambda item: order(item[1]),
             )
         else:
             results = list(self._run_there(_look_there, [(task, self._sent) for task in tasks], tasks, self._keep))
@@ -768,7 +820,7 @@ def _not_checked(
         yield f"who made {_share(unsigned, roots)}, and whether all of it is there"
     unread = sum(file.sha256 is None for root in roots for file in root.files)
     if unread:
-        yield f"what is in {_files(unread)} that could not be read"
+        yield f"what is in {_files(unread)} that could not be read, or that the policy finds too long"
     ignored = sum(len(root.facts.get("ignored") or ()) for root in roots)
     if ignored:
         yield f"{ignored} path(s) that a bundle's signature leaves out, which were never opened"

@@ -12,13 +12,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from safeload.digests import sha256_hex
 from safeload.errors import ConfigError, Finding, ManifestError, escape, reason
-from safeload.report import Report
+from safeload.report import FileReport, Report
 from safeload.trust.strict_json import loads
 
 MAX_BASELINE_BYTES: Final = 16 * 1024 * 1024
@@ -45,8 +45,8 @@ class KnownFinding(_Model):
 
 
 class _Document(_Model):
-    # `schema` is a method of pydantic's models.
-    version: Literal[1] = Field(alias="schema")
+    # `schema` is a method of pydantic's models, and a Literal[1] would take `true` as well.
+    version: Annotated[int, Field(alias="schema", ge=1, le=1)]
     findings: tuple[KnownFinding, ...]
 
 
@@ -112,14 +112,19 @@ def read_baseline(path: str | Path) -> Baseline:
     return Baseline(str(path), sha256_hex(data), known)
 
 
-def without_digest(report: Report) -> tuple[Finding, ...]:
-    """Return the findings that no baseline can hold: those of no file, and of files that could not be read."""
-    unread = (f.in_file(file.path) for file in report.files if file.sha256 is None for f in file.findings)
-    return (*report.findings, *unread)
+def never_known(report: Report) -> tuple[Finding, ...]:
+    """Return the findings that no baseline can hold: those of no file, and of files without a digest or a real name."""
+    others = (f.in_file(file.path) for file in report.files if not _can_be_known(file) for f in file.findings)
+    return (*report.findings, *others)
+
+
+def _can_be_known(file: FileReport) -> bool:
+    """Whether the file has a digest and a path that JSON can state; one that is no UTF-8 would not be read again."""
+    return file.sha256 is not None and not any("\ud800" <= c <= "\udfff" for c in file.path)
 
 
 def baseline_json(report: Report, earlier: Baseline | None = None) -> str:
-    """Return a baseline of everything in a report that has a digest, with the reasons that an earlier one has.
+    """Return a baseline of all that one can hold (see `never_known`), with the reasons that an earlier one has.
 
     Args:
         report: What an audit found.
@@ -132,8 +137,8 @@ def baseline_json(report: Report, earlier: Baseline | None = None) -> str:
     keys = {
         (finding.code, file.path, file.sha256): None
         for file in report.files
+        if file.sha256 is not None and _can_be_known(file)
         for finding in file.findings
-        if file.sha256 is not None
     }
     findings = [
         {"code": code, "path": path, "sha256": sha256, "reason": reasons.get((code, path, sha256), NOT_REVIEWED)}

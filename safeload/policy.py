@@ -248,6 +248,9 @@ class Limits(_Model):
     cannot multiply them unseen."""
     max_inert_bytes: Positive = 64 * 1024 * 1024
     """Size of a file that is no tensor, which is read whole to be checked. The largest tokenizers have 35 MB."""
+    max_file_bytes: Positive = 512 * 1024**3
+    """Length of any file. A hole takes no room where it lies, and as long to hash as data does: this many bytes take
+    some 5 minutes. All 770 files of Grok-1 together have 318 GB."""
 
 
 class PickleWidening(_Model):

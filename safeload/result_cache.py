@@ -234,7 +234,8 @@ class ResultCache:
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as err:
-            raise StagingError(f"cannot make the cache {escape(str(self._directory))}: {reason(err)}") from err
+            message = f"cannot make the cache {escape(str(self._directory))}: {reason(err)}"
+            raise StagingError(message, hint="name a folder that you can write to") from err
         if self._directory.is_symlink():
             # Whoever can write to the cache would choose where parts are written, and which are deleted.
             raise StagingError(f"the cache {escape(str(self._directory))} is a symbolic link", hint="remove it")

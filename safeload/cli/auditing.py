@@ -100,7 +100,7 @@ def audit(
     _require_writable({kind: path for kind, path in outputs.items() if path is not None}, directories, keep)
 
     from safeload import auditing
-    from safeload.baselines import baseline_json, read_baseline, without_digest
+    from safeload.baselines import baseline_json, never_known, read_baseline
     from safeload.files import lies_in, publish
 
     with ExitStack() as stack:
@@ -131,9 +131,9 @@ def audit(
     if write_baseline is not None:
         earlier = None if baseline is None else read_baseline(baseline)
         documents[write_baseline] = baseline_json(found.report, earlier)
-        for finding in without_digest(found.report):
+        for finding in never_known(found.report):
             place = "" if finding.file is None else f" in {shown(finding.file)}"
-            out.note(f"safeload: note: {finding.code}{place} has no digest, so no baseline can hold it")
+            out.note(f"safeload: note: {finding.code}{place} has no digest or no name, so no baseline can hold it")
     for path, document in documents.items():
         publish(path, document.encode())
         if any(lies_in(path, directory) for directory in directories):
@@ -187,7 +187,7 @@ def _manifests(
         message = f"expected a manifest for each of {len(directories)} DIR, found {len(manifests)}"
         raise ConfigError(message, hint="give -m once for each DIR, in the same order; -m - for one that has none")
     if len(set(directories)) != len(directories):
-        raise ConfigError("expected each DIR once, found one twice")
+        raise ConfigError("expected each DIR once, found one twice", hint="leave out the second, and its -m")
     return {
         directory: None if manifest == _NO_MANIFEST else Path(manifest)
         for directory, manifest in zip(directories, manifests, strict=True)
@@ -215,11 +215,19 @@ def _renderers(found: Audit) -> Mapping[str, Callable[[], str]]:
 
     report = found.report
     return {
-        "sarif": lambda: sarif_json(report),
+        "sarif": lambda: sarif_json(report, root=_here()),
         "junit": lambda: junit_xml(report),
         "html": page,
         "json": lambda: report_json(report) + "\n",
     }
+
+
+def _here() -> str | None:
+    """Return the folder that a job works in, which is that of its repository; None where it is gone."""
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return None
 
 
 def _print(out: Output, found: Audit, written: Sequence[Path], *, github: bool) -> None:

@@ -151,7 +151,17 @@ def _passphrase_for(path: Path, passphrase_file: Path | None) -> bytes:
             f"{escape(str(path))} is encrypted and there is no terminal to ask for its passphrase",
             hint="pass --passphrase-file FILE",
         )
-    return getpass.getpass(f"passphrase of {escape(str(path))}: ").encode()
+    return _typed(f"passphrase of {escape(str(path))}: ")
+
+
+def _typed(prompt: str) -> bytes:
+    """Return what a person types, as the bytes that the terminal sent, whatever they are in its encoding."""
+    try:
+        return getpass.getpass(prompt).encode("utf-8", "surrogateescape")
+    except EOFError as err:  # Ctrl-D
+        raise ConfigError(
+            "expected a passphrase, found the end of the input", hint="run it again, or pass --passphrase-file FILE"
+        ) from err
 
 
 def _new_passphrase(passphrase_file: Path | None) -> bytes:
@@ -161,11 +171,11 @@ def _new_passphrase(passphrase_file: Path | None) -> bytes:
         raise ConfigError(
             "there is no terminal to ask for a passphrase", hint="pass --passphrase-file FILE or --no-passphrase"
         )
-    first = getpass.getpass("new passphrase: ")
+    first = _typed("new passphrase: ")
     if not first:
         raise ConfigError("the passphrase is empty", hint="pass --no-passphrase for a key that is not encrypted")
-    passphrase = _not_short(first.encode())
-    if first != getpass.getpass("the same again: "):
+    passphrase = _not_short(first)
+    if first != _typed("the same again: "):
         raise ConfigError("the two passphrases differ; nothing was written", hint="run it again")
     return passphrase
 

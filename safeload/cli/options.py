@@ -59,7 +59,8 @@ Paths = Annotated[
 ]
 
 
-def _complete_policy(incomplete: str) -> list[str]:
+def complete_policy(incomplete: str) -> list[str]:
+    """Return the shipped policies whose names begin like that."""
     from safeload.policy import shipped_policies
 
     return [name for name, _ in shipped_policies() if name.startswith(incomplete)]
@@ -72,7 +73,7 @@ Policy = Annotated[
         "--policy",
         metavar="POLICY",
         help="what to allow: a shipped name or a path",
-        autocompletion=_complete_policy,
+        autocompletion=complete_policy,
     ),
 ]
 Manifest = Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 import typer
 
 from safeload.cli import options
@@ -11,6 +13,10 @@ from safeload.rendering.text import printable
 from safeload.report import SCHEMA_VERSION, finding_json
 
 app = typer.Typer(cls=options.Group, help="List, show and compare policies.", no_args_is_help=True)
+
+
+def _argument(metavar: str, what: str) -> Any:
+    return typer.Argument(metavar=metavar, help=what, show_default=False, autocompletion=options.complete_policy)
 
 
 @app.command("list", cls=options.Command)
@@ -34,7 +40,7 @@ def list_policies(json: options.Json = False) -> int:
 
 @app.command(cls=options.Command)
 def show(
-    name: str = typer.Argument(metavar="NAME", help="a shipped policy's name, or a path", show_default=False),
+    name: Annotated[str, _argument("NAME", "a shipped policy's name, or a path")],
     json: options.Json = False,
 ) -> int:
     """Print what a policy comes to (stdout) and its digest (stderr): its file, or the result of what it extends."""
@@ -63,8 +69,8 @@ def show(
 
 @app.command(cls=options.Command)
 def diff(
-    old: str = typer.Argument(metavar="OLD", help="a shipped policy's name, or a path", show_default=False),
-    new: str = typer.Argument(metavar="NEW", help="another", show_default=False),
+    old: Annotated[str, _argument("OLD", "a shipped policy's name, or a path")],
+    new: Annotated[str, _argument("NEW", "another")],
     json: options.Json = False,
 ) -> int:
     """Say what NEW allows and OLD does not, and the other way round. Rejected if NEW is anywhere wider."""

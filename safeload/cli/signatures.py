@@ -12,7 +12,7 @@ import typer
 from safeload.cli import options
 from safeload.cli.keys import claimed, require_absent
 from safeload.cli.output import Output
-from safeload.errors import ConfigError, SignatureError, escape, reason
+from safeload.errors import ConfigError, Finding, SignatureError, VerificationError, escape, reason
 from safeload.rendering.text import shown
 from safeload.report import SCHEMA_VERSION
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MAX_SMALL_FILE_BYTES = 64 * 1024
 """A signature takes up to 150 bytes and a public key 300; a longer file is neither."""
+
+_WHAT_TO_SIGN = "name what `safeload sign --payload-only` wrote, or a manifest that it signed"
 
 Kind = Annotated[
     str, typer.Option("--kind", metavar="KIND", help="what a restore is for: inference, or training (to resume it)")
@@ -112,9 +114,19 @@ def attach_signature(
     from safeload.trust.dsse import MAX_ENVELOPE_BYTES, Envelope
     from safeload.trust.keys import PublicKey
 
-    key = PublicKey.from_pem(_read(public_key, _MAX_SMALL_FILE_BYTES, "the public key"), name=public_key.stem)
+    try:
+        key = PublicKey.from_pem(_read(public_key, _MAX_SMALL_FILE_BYTES, "the public key"), name=public_key.stem)
+    except ConfigError as err:
+        named = escape(str(public_key))
+        raise err if named in err.message else ConfigError(f"{named}: {err.message}", hint=err.hint) from err
     data = _read(payload, MAX_ENVELOPE_BYTES, "the payload")
-    envelope = _attach(data, _read(signature, _MAX_SMALL_FILE_BYTES, "the signature"), key)
+    made = _read(signature, _MAX_SMALL_FILE_BYTES, "the signature")
+    try:
+        envelope = _attach(data, made, key)
+    except VerificationError as err:
+        at_fault = signature if err.findings[0].code == "bad-signature" else payload
+        findings = (Finding(f.code, f.message, str(at_fault), f.offset, f.hint or _WHAT_TO_SIGN) for f in err.findings)
+        raise type(err)(*findings) from err
     with claimed(output):
         publish(output, envelope)
     parsed = Envelope.parse(envelope)
@@ -154,5 +166,7 @@ def _read(path: Path, limit: int, what: str) -> bytes:
     except (OSError, ValueError) as err:
         raise ConfigError(f"cannot read {what} {escape(str(path))}: {reason(err)}", hint="check the path") from err
     if len(data) > limit:
-        raise ConfigError(f"{escape(str(path))}: expected {what} of at most {limit} bytes, found more")
+        raise ConfigError(
+            f"{escape(str(path))}: expected {what} of at most {limit} bytes, found more", hint="check the path"
+        )
     return data

@@ -277,7 +277,10 @@ def update(
     ],
     json: options.Json = False,
 ) -> int:
-    """Replace a trust store by a later version, if its root and that of every version between signed the next."""
+    """Replace a trust store by a later version, if its root and that of every version between signed the next.
+
+    What comes up to the version that is there is passed over, so that the same line can be run again.
+    """
     from safeload.files import publish
     from safeload.trust.store import SignedStore
     from safeload.trust.store import update as updated
@@ -286,9 +289,11 @@ def update(
     offered = [_read(path) for path in new]
     with _locked(store):
         old, _ = _rooted(store)
-        last = updated(old, *offered, sources=[str(path) for path in new])
-        # Written anew, not copied: what stands beside payload and signatures in the offer is nobody's word.
-        publish(store, SignedStore.parse(offered[-1]).serialize())
+        last, done = old, _up_to(old, offered)
+        if done < len(offered):
+            last = updated(old, *offered[done:], sources=[str(path) for path in new[done:]])
+            # Written anew, not copied: what stands beside payload and signatures in the offer is nobody's word.
+            publish(store, SignedStore.parse(offered[-1]).serialize())
     out.object(
         {
             "schema": SCHEMA_VERSION,
@@ -301,7 +306,8 @@ def update(
             "sha256": last.sha256,
         }
     )
-    out.line(f"trust store  {escape(str(store))}  (version {old.version}, now {last.version})")
+    what = " already, nothing to do" if last is old else f", now {last.version}"
+    out.line(f"trust store  {escape(str(store))}  (version {old.version}{what})")
     out.line(f"digest       sha256:{last.sha256}")
     for line in _cannot_meet(last):
         out.note(line)
@@ -313,6 +319,18 @@ def update(
 
 def _next(old: TrustStore) -> TrustStore:
     return replace(old, version=old.version + 1, issued=_now(), sha256="")
+
+
+def _up_to(old: TrustStore, offered: Sequence[bytes]) -> int:
+    """Return how many come up to the version that is there, itself included; 0 where one before it is no older."""
+    from safeload.trust.store import SignedStore, is_version
+
+    done = max((number for number, data in enumerate(offered, 1) if is_version(old, data)), default=0)
+    try:
+        # Whoever mixed up the order must not hear that there is nothing to do: `update` says what is wrong.
+        return done if all(SignedStore.parse(data).store.version <= old.version for data in offered[:done]) else 0
+    except VerificationError:
+        return 0
 
 
 def _changed(old: TrustStore, new: TrustStore) -> TrustStore:
@@ -421,9 +439,9 @@ def _show(out: Output, store: TrustStore, signed: SignedStore | None, now: datet
         out.line("root     none: it is not signed, and cannot be updated")
     else:
         by = ", ".join(_called(store, keyid) for keyid in (() if signed is None else signed.signers))
-        out.line(
-            f"root     {store.root.threshold} of {len(store.root.keyids)} keys must sign; signed by {by or 'none'}"
-        )
+        left = _counting(store, store.root, now)
+        of_all = f"{store.root.threshold} of {len(store.root.keyids)} keys must sign"
+        out.line(f"root     {of_all}{left}; signed by {by or 'none'}")
     out.line()
     out.table(
         ("KEY", "KIND", "COUNTS", "FOR", "KEYID"),
@@ -442,7 +460,11 @@ def _show(out: Output, store: TrustStore, signed: SignedStore | None, now: datet
     out.table(
         ("PUBLISHER", "KEYS", "STREAMS"),
         [
-            (escape(each.name), f"{each.threshold} of {len(each.keyids)}", ", ".join(map(escape, each.streams)))
+            (
+                escape(each.name),
+                f"{each.threshold} of {len(each.keyids)}{_counting(store, each, now)}",
+                ", ".join(map(escape, each.streams)),
+            )
             for each in store.publishers
         ],
     )
@@ -454,6 +476,12 @@ def _show(out: Output, store: TrustStore, signed: SignedStore | None, now: datet
     if store.epochs:
         out.line()
         out.table(("STREAM", ">EPOCH"), [(escape(stream), str(epoch)) for stream, epoch in store.epochs.items()])
+
+
+def _counting(store: TrustStore, role: Publisher | Root, now: datetime) -> str:
+    """Return how many of the keys count at a time, where not all do."""
+    left = sum(store.inactive_reason(keyid, now) is None for keyid in role.keyids)
+    return "" if left == len(role.keyids) else f", {left} {'counts' if left == 1 else 'count'}"
 
 
 def _called(store: TrustStore, keyid: str) -> str:
@@ -535,7 +563,7 @@ def _read(path: Path, limit: int | None = None) -> bytes:
     except (OSError, ValueError) as err:
         raise ConfigError(f"cannot read {escape(str(path))}: {reason(err)}", hint="check the path") from err
     if len(data) > most:
-        raise ConfigError(f"{escape(str(path))}: expected at most {most} bytes, found more")
+        raise ConfigError(f"{escape(str(path))}: expected at most {most} bytes, found more", hint="check the path")
     return data
 
 
@@ -650,7 +678,10 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError as err:
-            raise ConfigError(f"cannot lock the folder of {escape(str(path))}: {reason(err)}") from err
+            raise ConfigError(
+                f"cannot lock the folder of {escape(str(path))}: {reason(err)}",
+                hint="keep the trust store on a file system with locks, and copy it from there",
+            ) from err
         yield
     finally:
         os.close(fd)

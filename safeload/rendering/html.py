@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from safeload.errors import Finding
 from safeload.rendering.rules import is_known, known_reasons, rule_of
-from safeload.rendering.text import count, one_line, printable, shape_text, shown
+from safeload.rendering.text import count, printable, shape_text, shown
 from safeload.rendering.treemap import Tile, tiles
 from safeload.report import FileReport, Report
 from safeload.sizes import human_size
@@ -247,7 +247,11 @@ def _finding(finding: Finding, reasons: Mapping[tuple[str, str], str], told: set
     rule = rule_of(finding.code)
     lines = [f'<p class="finding"><code>{_words(finding.code)}</code> {_words(finding.message)}{where}</p>']
     if finding.hint is not None:
-        lines.append(f'<p class="hint">{_words(one_line(finding.hint))}</p>')
+        first, *to_paste = finding.hint.split("\n")
+        lines.append(f'<p class="hint">{_words(first)}</p>')
+        if to_paste:
+            # Line by line, so that a name's line feed is shown as one and begins no line of its own.
+            lines.append("<pre>" + "\n".join(map(_words, to_paste)) + "</pre>")
     if is_known(finding, reasons):
         lines.append(f'<p class="hint">Known: {_words(reasons[finding.file or "", finding.code])}</p>')
     if rule.kind not in told:
@@ -422,6 +426,8 @@ overflow-wrap:anywhere}
 .card ul{margin:.2rem 0;padding-left:1.1rem}.card p{margin:.3rem 0}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.1rem .8rem;margin:.5rem 0 0;font-size:.9rem}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
+pre{margin:.2rem 0 .6rem;padding:.4rem .7rem;border:1px solid var(--rule);border-radius:4px;white-space:pre-wrap;
+font:.86em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 code{font:.86em ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 details{border:1px solid var(--rule);border-radius:4px;margin:0 0 .5rem;padding:.4rem .9rem;content-visibility:auto;
 contain-intrinsic-size:auto 2.4rem}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from safeload.errors import Finding
 from safeload.rendering.rules import is_known, known_reasons, rule_of
-from safeload.rendering.text import one_line, printable, shown
+from safeload.rendering.text import printable, shown
 from safeload.report import Report
 
 _OF_NO_FILE = "the run as a whole"
@@ -67,7 +67,9 @@ def _lines(findings: Iterable[Finding]) -> Iterator[str]:
         where = "" if finding.offset is None else f" (at byte {finding.offset})"
         yield f"{finding.code}: {printable(finding.message)}{where}"
         if finding.hint is not None:
-            yield f"  hint: {one_line(finding.hint)}"
+            first, *to_paste = finding.hint.split("\n")
+            yield f"  hint: {printable(first)}"
+            yield from (f"    {printable(line)}" for line in to_paste)
 
 
 def _document(suites: Mapping[str, Sequence[_Case]], report: Report) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from safeload.errors import Finding, escape
+from safeload.rendering.rules import rule_of
 from safeload.report import FileReport, Report
 from safeload.sizes import human_size
 
@@ -22,6 +23,9 @@ MAX_NAME_CHARACTERS = 4096
 """Names are shown whole up to the longest path that Linux opens (PATH_MAX)."""
 
 _MAX_CODES_IN_VERDICT = 3
+_OF_SIGNATURES = frozenset({"authenticity", "rollback"})
+"""Kinds of reasons that lie in a manifest, which is no file of the checkpoint; see `rendering.rules`."""
+
 _COLUMN_GAP = "  "
 
 
@@ -69,7 +73,8 @@ def summary_lines(report: Report, *, verbose: bool = False) -> Iterator[str]:
         yield from (f"accepted  {shown(file.path)}  ({_contents(file)})" for file in accepted)
     size = sum(file.size or 0 for file in report.files)
     # What is missing, not listed or no regular file was not read, and is refused all the same.
-    unread = {finding.file for finding in report.findings} - {None} - {file.path for file in report.files}
+    of_files = (f for f in report.findings if f.file is not None and rule_of(f.code).kind not in _OF_SIGNATURES)
+    unread = {finding.file for finding in of_files} - {file.path for file in report.files}
     n_files = len(report.files) + len(unread)
     more = f" ({len(unread)} not read)" if unread else ""
     yield (

@@ -23,6 +23,8 @@ MAX_CERTIFICATE_BYTES: Final = 64 * 1024
 MAX_CHAIN: Final = 8
 """Most certificates that come with a signature, the signer's own included: each may be tried below each other."""
 
+_NAME_ROOTS: Final = "name a PEM file with the certificate of the root, and nothing else in it"
+
 
 @dataclass(frozen=True, slots=True)
 class CertificateRoots:
@@ -39,7 +41,7 @@ class CertificateRoots:
 
     def __post_init__(self) -> None:
         if not self.certificates:
-            raise ConfigError("expected at least one root certificate, found none")
+            raise ConfigError("expected at least one root certificate, found none", hint=_NAME_ROOTS)
         for der in self.certificates:
             if not _is_authority(_load(der)):
                 raise ConfigError(
@@ -58,11 +60,11 @@ class CertificateRoots:
         from cryptography.hazmat.primitives.serialization import Encoding
 
         if pem.count(b"-----BEGIN ") != pem.count(CERTIFICATE_PEM_MARK) or CERTIFICATE_PEM_MARK not in pem:
-            raise ConfigError("expected PEM blocks CERTIFICATE and no others")
+            raise ConfigError("expected PEM blocks CERTIFICATE and no others", hint=_NAME_ROOTS)
         try:
             found = x509.load_pem_x509_certificates(pem)
         except ValueError as err:
-            raise ConfigError("expected certificates, found bytes that are none") from err
+            raise ConfigError("expected certificates, found bytes that are none", hint=_NAME_ROOTS) from err
         return cls(tuple(each.public_bytes(Encoding.DER) for each in found))
 
 
@@ -190,13 +192,15 @@ def _load(der: bytes) -> x509.Certificate:
     from cryptography import x509
 
     if len(der) > MAX_CERTIFICATE_BYTES:
-        raise ConfigError(f"expected a certificate of at most {MAX_CERTIFICATE_BYTES} bytes, found {len(der)}")
+        raise ConfigError(
+            f"expected a certificate of at most {MAX_CERTIFICATE_BYTES} bytes, found {len(der)}", hint=_NAME_ROOTS
+        )
     try:
         certificate = x509.load_der_x509_certificate(der)
         # These are parsed when they are first asked for; asking here keeps ValueError in one place.
         _ = certificate.extensions, certificate.subject, certificate.issuer
     except (ValueError, TypeError, x509.DuplicateExtension) as err:
-        raise ConfigError("expected an X.509 certificate in DER, found bytes that are none") from err
+        raise ConfigError("expected an X.509 certificate in DER, found bytes that are none", hint=_NAME_ROOTS) from err
     return certificate
 
 

@@ -72,7 +72,10 @@ class PublicKey:
     def __post_init__(self) -> None:
         key = _load_public(self.der, pem=False)
         if _der(key) != self.der:
-            raise ConfigError("expected a public key in DER as safeload writes it, found another encoding of it")
+            raise ConfigError(
+                "expected a public key in DER as safeload writes it, found another encoding of it",
+                hint="read it with `PublicKey.from_pem`",
+            )
         object.__setattr__(self, "kind", _kind(key))
         if self.kind == "ed25519":
             _refuse_weak_point(self.der[-32:])
@@ -125,7 +128,11 @@ class PublicKey:
                 key.verify(signature, message)
         except InvalidSignature as err:
             raise SignatureError(
-                Finding("bad-signature", f"expected a signature by key {self.keyid[:16]}, found one that does not fit")
+                Finding(
+                    "bad-signature",
+                    f"expected a signature by key {self.keyid[:16]}, found one that does not fit",
+                    hint="have exactly these bytes signed by the other half of this public key",
+                )
             ) from err
 
 
@@ -149,7 +156,10 @@ class SecretKey:
             _KIND_BY_CURVE[curve.name]: curve for curve in (ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1())
         }
         if kind not in get_args(KeyKind):
-            raise ConfigError(f"expected a kind of key out of {', '.join(get_args(KeyKind))}, found {escape(kind)}")
+            raise ConfigError(
+                f"expected a kind of key out of {', '.join(get_args(KeyKind))}, found {escape(str(kind))}",
+                hint="leave it out for ed25519",
+            )
         return cls(Ed25519PrivateKey.generate() if kind == "ed25519" else ec.generate_private_key(curves[kind]))
 
     @classmethod
@@ -207,7 +217,7 @@ class SecretKey:
             encryption = NoEncryption() if passphrase is None else BestAvailableEncryption(passphrase)
             return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
         except ValueError as err:
-            raise ConfigError("expected a passphrase of 1 to 1,023 bytes") from err
+            raise ConfigError("expected a passphrase of 1 to 1,023 bytes", hint="choose another, of six words") from err
 
     @property
     def public(self) -> PublicKey:
@@ -269,4 +279,7 @@ def _refuse_weak_point(encoded: bytes) -> None:
     # RFC 8032, 5.1.3 says cannot be decoded but OpenSSL does, would be a second encoding of the same key.
     y = int.from_bytes(encoded, "little") & (2**255 - 1)
     if y >= _P or y in _SMALL_ORDER_Y:
-        raise ConfigError("expected an Ed25519 public key, found a point of small order or one that is not reduced")
+        raise ConfigError(
+            "expected an Ed25519 public key, found a point of small order or one that is not reduced",
+            hint="do not trust who gave it to you as a key: no tool makes such a one by mistake",
+        )

@@ -290,7 +290,10 @@ def _check_sigstore(bundle: Bundle, identity: SigstoreIdentity) -> BundleSigner:
     except OSError as err:
         raise ConfigError(f"cannot read the trusted root {shown}: {reason(err)}", hint="check the path") from err
     except (ValueError, Error) as err:
-        raise ConfigError(f"{shown}: expected Sigstore's trusted_root.json, found something else") from err
+        raise ConfigError(
+            f"{shown}: expected Sigstore's trusted_root.json, found something else",
+            hint="get the file again, from where you trust it to be the right one",
+        ) from err
     try:
         wanted = policy.Identity(identity=identity.identity, issuer=identity.issuer)
         kind, payload = verifier.verify_dsse(SigstoreBundle.from_json(bundle.raw), wanted)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -63,6 +63,11 @@ MAX_HOPS: Final = 256
 
 PIN_PREFIX: Final = "sha256:"
 """What a pin starts with: it names its algorithm."""
+
+_WHAT_FITS: Final = (
+    "a name has 1 to 255 characters and a reason up to 1,000; a model's name or glob has letters, digits and ._:/@+-, "
+    "a glob also * and ?"
+)
 
 _STORE_MARK: Final = b'"publishers"'
 """What every plain trust store has, and hardly any other JSON file."""
@@ -207,21 +212,35 @@ class TrustStore:
         if self.root is not None:
             self._check("root", self.root)
             if len(self.root.keyids) > MAX_ROOT_KEYS:
-                raise ConfigError(f"root: expected up to {MAX_ROOT_KEYS} keys, found {len(self.root.keyids)}")
+                raise ConfigError(
+                    f"root: expected up to {MAX_ROOT_KEYS} keys, found {len(self.root.keyids)}",
+                    hint="leave to the root the keys of those who can meet",
+                )
         for keyid, valid in self.validity.items():
             if keyid not in self.keys:
-                raise ConfigError(f"validity: keyid {escape(keyid)} is not among the keys")
+                raise ConfigError(
+                    f"validity: keyid {escape(keyid)} is not among the keys",
+                    hint="list the key itself under `keys` too",
+                )
             if valid.not_before is not None and valid.not_after is not None and valid.not_before > valid.not_after:
-                raise ConfigError(f"key {keyid}: expected not_before to be before not_after, found it after")
+                raise ConfigError(
+                    f"key {keyid}: expected not_before to be before not_after, found it after",
+                    hint="exchange the two times",
+                )
 
     def _check(self, who: str, role: Publisher | Root) -> None:
         distinct = set(role.keyids)
         if len(distinct) != len(role.keyids):
-            raise ConfigError(f"{who}: expected each keyid once, found one twice")
+            raise ConfigError(f"{who}: expected each keyid once, found one twice", hint="name each key once")
         if unknown := sorted(distinct - self.keys.keys()):
-            raise ConfigError(f"{who}: keyid {escape(unknown[0])} is not among the keys")
+            raise ConfigError(
+                f"{who}: keyid {escape(unknown[0])} is not among the keys", hint="list the key itself under `keys` too"
+            )
         if not 1 <= role.threshold <= len(distinct):
-            raise ConfigError(f"{who}: expected a threshold within 1 and {len(distinct)}, found {role.threshold}")
+            raise ConfigError(
+                f"{who}: expected a threshold within 1 and {len(distinct)}, found {role.threshold}",
+                hint="name more keys, or ask for fewer signatures; two keys in one file count once",
+            )
 
     def inactive_reason(self, keyid: str, now: datetime | None) -> str | None:
         """Return why signatures of a key do not count, or None if they do.
@@ -296,9 +315,11 @@ class TrustStore:
         try:
             again = _parse(payload)
         except ManifestError as err:
-            raise ConfigError(err.findings[0].message) from err
+            raise ConfigError(err.findings[0].message, hint=_WHAT_FITS) from err
         if again != replace(self, sha256=again.sha256):
-            raise ConfigError("expected times of whole seconds in a trust store")
+            raise ConfigError(
+                "expected times of whole seconds in a trust store", hint="leave out fractions: microsecond=0"
+            )
         return payload
 
 
@@ -362,7 +383,10 @@ class SignedStore:
             added[keyid] = Signature(key.sign(self.envelope.signed_bytes), keyid)
         signatures = (*self.envelope.signatures, *added.values())
         if len(signatures) > MAX_SIGNATURES:
-            raise ConfigError(f"expected up to {MAX_SIGNATURES} signatures, found {len(signatures)}")
+            raise ConfigError(
+                f"expected up to {MAX_SIGNATURES} signatures, found {len(signatures)}",
+                hint="make the next version, which begins without any: safeload trust add STORE -o NEW",
+            )
         return replace(self, envelope=replace(self.envelope, signatures=signatures), signers=(*self.signers, *added))
 
 
@@ -407,9 +431,14 @@ def update(
             hint="make a signed one with `safeload trust init`",
         )
     if not envelopes:
-        raise ConfigError("expected at least one trust store to update to")
+        raise ConfigError(
+            "expected at least one trust store to update to", hint="name every version after yours, in order"
+        )
     if len(envelopes) > MAX_HOPS:
-        raise _bad(f"expected up to {MAX_HOPS} versions in one update, found {len(envelopes)}")
+        raise _bad(
+            f"expected up to {MAX_HOPS} versions in one update, found {len(envelopes)}",
+            hint=f"update {MAX_HOPS} versions at a time",
+        )
     time = datetime.now(UTC) if now is None else now
     names = sources or [f"update {number}" for number in range(1, len(envelopes) + 1)]
     for data, source in zip(envelopes, names, strict=True):
@@ -429,11 +458,33 @@ def _successor(old: TrustStore, data: bytes, now: datetime) -> TrustStore:
             Finding(
                 "version-not-next",
                 f"expected version {old.version + 1} of the trust store, found version {new.version}",
-                hint="name every version after yours, in order: each says who may sign the next",
+                hint=_next_hint(old, new),
             )
         )
     _require_root(envelope, new, now, f"its own root, of version {new.version}")
     return new
+
+
+def _next_hint(old: TrustStore, new: TrustStore) -> str:
+    if new.version > old.version:
+        return "name every version after yours, in order: each says who may sign the next"
+    if new.version < old.version:
+        return f"there is nothing to do: yours is newer, version {old.version}"
+    return f"this is another version {old.version} than yours: ask its publisher which of the two is theirs"
+
+
+def is_version(store: TrustStore, data: bytes) -> bool:
+    """Whether an envelope holds exactly this store, whoever signed it: then there is nothing to take over from it.
+
+    Args:
+        store: What is trusted already.
+        data: The envelope's bytes.
+    """
+    try:
+        envelope = _envelope(data)
+    except VerificationError:
+        return False
+    return sha256_hex(envelope.payload) == store.sha256
 
 
 def fitting_keys(envelope: Envelope, keys: Mapping[str, PublicKey]) -> dict[str, PublicKey]:
@@ -481,8 +532,22 @@ def _fits(key: PublicKey, signature: bytes, message: bytes) -> bool:
 
 
 def trust_items(trust: Trust) -> Sequence[str | Path | PublicKey | TrustStore | SigstoreIdentity]:
-    """Return what a caller named as trusted, one by one."""
-    return (trust,) if isinstance(trust, (str, Path, PublicKey, TrustStore, SigstoreIdentity)) else trust
+    """Return what a caller named as trusted, one by one.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    kinds = (str, Path, PublicKey, TrustStore, SigstoreIdentity)
+    named: object = (trust,) if isinstance(trust, kinds) else trust
+    # No iterator, which would be empty for whoever asks next, and then nobody would be trusted.
+    items = tuple(named) if isinstance(named, Collection) and not isinstance(named, bytes | Mapping) else (named,)
+    for item in items:
+        if not isinstance(item, kinds):
+            raise ConfigError(
+                f"trust: expected public keys, trust stores, or paths of them, found {type(item).__name__}",
+                hint="name the public key of who signed it, such as trust=Path('publisher.key.pub')",
+            )
+    return items
 
 
 def load_trust(trust: Trust, *, pin: str | None = None) -> TrustStore:
@@ -528,11 +593,11 @@ def load_trust(trust: Trust, *, pin: str | None = None) -> TrustStore:
     return replace(stores[0], keys={**given.keys, **stores[0].keys}, publishers=stores[0].publishers + given.publishers)
 
 
-def _pinned(pin: str) -> str:
-    digest = pin.removeprefix(PIN_PREFIX)
+def _pinned(pin: object) -> str:
+    digest = str(pin).removeprefix(PIN_PREFIX)
     if digest == pin or SHA256_HEX.fullmatch(digest) is None:
         raise ConfigError(
-            f"trust pin: expected {PIN_PREFIX} and 64 lower-case hexadecimal digits, found {escape(pin)!r}",
+            f"trust pin: expected {PIN_PREFIX} and 64 lower-case hexadecimal digits, found {escape(str(pin))!r}",
             hint="`safeload trust show STORE` shows the digest",
         )
     return digest
@@ -773,7 +838,7 @@ def _each_once(what: str, pairs: Iterable[tuple[str, _Value]]) -> dict[str, _Val
     listed = list(pairs)
     found = dict(listed)
     if len(found) != len(listed):
-        raise ConfigError(f"{what}: expected each digest once, found one twice")
+        raise ConfigError(f"{what}: expected each digest once, found one twice", hint="leave out the second")
     return found
 
 
@@ -799,5 +864,8 @@ def _key(keyid: str, entry: _KeyEntry) -> PublicKey:
     except ConfigError as err:
         raise ConfigError(f"key {escape(keyid)}: {err.message}", hint=err.hint) from err
     if key.kind != entry.type:
-        raise ConfigError(f"key {escape(keyid)}: expected type {key.kind}, found {entry.type}")
+        raise ConfigError(
+            f"key {escape(keyid)}: expected type {key.kind}, found {entry.type}",
+            hint="write the type that the key is of",
+        )
     return key

@@ -477,8 +477,9 @@ def test_what_has_no_digest_is_never_known(checkpoint: Path, manifest: Path) -> 
 
 
 def refused(message: str, **arguments: Any) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         audit(**arguments)
+    assert caught.value.hint
 
 
 def test_wrong_arguments_are_said_before_anything_is_read(checkpoint: Path, manifest: Path, tmp_path: Path) -> None:
@@ -493,8 +494,33 @@ def test_wrong_arguments_are_said_before_anything_is_read(checkpoint: Path, mani
     refused("fail_on", directories=checkpoint, fail_on=["nothing"])
     refused("a cache and its key", directories=checkpoint, cache=tmp_path / "c")
     refused("jobs", directories=checkpoint, jobs=0)
+    refused("jobs", directories=checkpoint, jobs=10**30)
     refused("jobs", directories=checkpoint, jobs=2, executor=Inline())
     refused("no policy is called", directories=checkpoint, policy="nothing")
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, b"x", object(), [None], {"a": 1}], ids=lambda wrong: type(wrong).__name__)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("directories", "trust", "policy", "baseline", "fail_on", "cache", "cache_key", "jobs", "executor"),
+        "progress",
+    ],
+)
+def test_an_argument_of_another_type_is_a_wrong_argument(checkpoint: Path, name: str, wrong: object) -> None:
+    arguments: dict[str, Any] = {"directories": checkpoint, name: wrong}
+    refused(".", **arguments)
+
+
+@pytest.mark.parametrize("name", ["directories", "trust", "fail_on"])
+def test_none_is_named_as_a_wrong_argument_where_something_is_needed(checkpoint: Path, name: str) -> None:
+    refused(f"{name}: expected .*, found NoneType", **{"directories": checkpoint, name: None})
+
+
+def test_words_and_iterators_are_not_taken_for_lists(checkpoint: Path, manifest: Path) -> None:
+    refused("fail_on: expected a list of words, found str", directories=checkpoint, fail_on="known")
+    refused("trust: expected .*, found generator", directories={checkpoint: manifest}, trust=(k for k in [KEY.public]))
+    refused("directories: expected a manifest's path, .* found int", directories={checkpoint: 3})
 
 
 def test_nothing_that_decides_may_lie_in_what_is_audited(checkpoint: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from safeload import baselines
-from safeload.baselines import MAX_BASELINE_BYTES, NOT_REVIEWED, baseline_json, read_baseline
+from safeload.baselines import MAX_BASELINE_BYTES, NOT_REVIEWED, baseline_json, never_known, read_baseline
 from safeload.errors import ConfigError, Finding
 from safeload.report import FileReport, Report
 from tests.reports_sample import accepted, digest, refused
@@ -30,6 +30,18 @@ def test_what_is_written_is_read_and_nothing_of_it_was_reviewed(tmp_path: Path) 
         ("bad-call", "m/c", digest("m/c")),
     ]
     assert {entry.reason for entry in baseline.known.values()} == {NOT_REVIEWED}
+
+
+def test_a_path_that_no_json_can_state_is_left_out_and_named(tmp_path: Path) -> None:
+    report = Report((refused("m\udcff/a"), refused("m/b")))
+    assert [path for _, path, _ in read_baseline(write(tmp_path, baseline_json(report))).known] == ["m/b"]
+    assert [finding.file for finding in never_known(report)] == ["m\udcff/a"]
+
+
+@pytest.mark.parametrize("schema", [True, 0, 2, 1.0, "1", None])
+def test_a_baseline_is_of_schema_1(tmp_path: Path, schema: object) -> None:
+    with pytest.raises(ConfigError, match="the baseline"):
+        read_baseline(write(tmp_path, {"schema": schema, "findings": []}))
 
 
 def test_two_findings_of_one_code_are_one_entry() -> None:

@@ -141,11 +141,11 @@ def test_show_names_keys_publishers_root_and_digest(run: Run, store: Path) -> No
         "version  3, of 20",
         f"digest   sha256:{made.sha256}",
         "root     2 of 3 keys must sign; signed by r1 (",
+        "2 of 3, 1 counts  hf:xai-org/*",
         "revoked since 2026-01-02T03:04:05Z: stolen",
         "not valid after 2021-01-01T00:00:00Z",
         "ecdsa-p521",
         f"manifest  {'ab' * 32}  stolen",
-        "2 of 3  hf:xai-org/*",
         "hf:a        2",
         *made.keys,
     ):
@@ -282,7 +282,7 @@ def test_update_does_not_copy_what_stands_beside_the_signatures(run: Run, store:
     ("make", "code"),
     [
         ("skip", "version-not-next"),
-        ("same", "version-not-next"),
+        ("older", "version-not-next"),
         ("fork", "version-not-next"),
         ("old-root", "root-threshold-not-met"),
         ("revoked", "root-threshold-not-met"),
@@ -294,8 +294,10 @@ def test_a_refused_update_leaves_the_store_as_it_was(run: Run, store: Path, make
     run("trust revoke", store, "-o n --key", keyid("r1"), "--reason stolen --sign r1 --sign r2 --sign r3")
     if make == "skip":
         run("trust add n -o new --epoch a=2 --sign r2 --sign r3")
-    elif make == "same":
+    elif make == "older":
         Path("new").write_bytes(store.read_bytes())
+        run("trust add", store, "-o o --epoch a=2 --sign r1 --sign r2")
+        run("trust update", store, "o")
     elif make == "fork":
         run(INIT.replace("t.json", "new").replace("xai", "evil"), "--sign r1 --sign r2")
     elif make == "old-root":
@@ -316,6 +318,74 @@ def test_a_refused_update_leaves_the_store_as_it_was(run: Run, store: Path, make
     assert run("trust update", store, "new --json").json["verdict"] == "rejected"
     assert store.read_bytes() == before
     assert make != "revoked" or "that of r1 (" in done.stderr
+    assert make != "older" or "hint: there is nothing to do: yours is newer, version 2" in done.stderr
+    assert make != "fork" or "hint: this is another version 1 than yours" in done.stderr
+
+
+def test_the_same_update_can_be_run_again_and_changes_nothing(run: Run, store: Path) -> None:
+    run("trust add", store, "-o n --epoch a=2 --sign r1 --sign r2")
+    run("trust add n -o m --epoch a=3 --sign r1 --sign r2")
+    assert run("trust update", store, "n").code == 0
+    before = store.stat().st_ino
+    again = run("trust update", store, "n")
+    assert (again.code, again.last) == (0, "accepted")
+    assert "(version 2 already, nothing to do)" in again.stdout
+    said = run("trust update", store, "n --json").json
+    assert (said["verdict"], said["from_version"], said["version"]) == ("accepted", 2, 2)
+    assert store.stat().st_ino == before
+    done = run("trust update", store, "n m")
+    assert "(version 2, now 3)" in done.stdout
+    assert run("trust update", store, "n m").code == 0
+    assert TrustStore.parse(store.read_bytes()).version == 3
+
+
+def test_an_update_in_the_wrong_order_is_not_called_done(run: Run, store: Path) -> None:
+    run("trust add", store, "-o n --epoch a=2 --sign r1 --sign r2")
+    run("trust add n -o m --epoch a=3 --sign r1 --sign r2")
+    run("trust update", store, "n")
+    assert run("trust update", store, "m n").last == "rejected: version-not-next in n"
+    Path("junk").write_text("{}")
+    assert run("trust update", store, "junk n").last == "rejected: bad-trust-store in junk"
+    assert TrustStore.parse(store.read_bytes()).version == 2
+
+
+@pytest.mark.usefixtures("store")
+def test_a_trust_store_is_no_manifest_to_sign_and_is_named(run: Run) -> None:
+    done = run("attach-signature t.json --signature p1.pub --public-key p1.pub -o x")
+    assert (done.code, done.last) == (1, "rejected: payload-type in t.json")
+    assert "hint: name what `safeload sign --payload-only` wrote" in done.stderr
+    done = run("attach-signature t.json --signature p1.pub --public-key p1 -o x")
+    assert "error: p1: expected a public key, found a private key" in done.stderr
+
+
+@pytest.mark.usefixtures("store")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        INIT.replace("t.json", "x").replace("threshold 2", "threshold 4", 1) + " --sign r1",
+        INIT.replace("t.json", "x").replace("xai ", "x" * 300 + " ", 1) + " --sign r1",
+        INIT.replace("t.json", "x") + " --sign r1 --not-before 2027-01-01T00:00:00Z --not-after 2026-01-01T00:00:00Z",
+        "trust add t.json -o x --threshold 9 --sign r1",
+        "trust add t.json -o x --publisher xai --publisher-threshold 9 --sign r1",
+        "trust show /dev/zero",
+        "trust show t.json.missing",
+        "trust sign t.json --key r1",
+        "trust sign t.json --key p1",
+        "trust update t.json p1.pub",
+        "attach-signature t.json --signature p1.pub --public-key p1.pub -o x",
+        "attach-signature p1.pub --signature p1.pub --public-key p1.pub -o x",
+        "attach-signature p1.pub --signature p1.pub --public-key p1 -o x",
+        "attach-signature p1.pub --signature p1.pub --public-key t.json -o x",
+        "attach-signature p1.pub --signature none --public-key p1.pub -o x",
+        "attach-signature p1.pub --signature p1.pub --public-key p1.pub -o no/x",
+        "attach-signature /dev/zero --signature p1.pub --public-key p1.pub -o x",
+    ],
+)
+def test_whoever_is_refused_hears_what_to_do(run: Run, arguments: str) -> None:
+    done = run(arguments)
+    assert done.code in {1, 2}
+    assert "safeload: hint: " in done.stderr
+    assert not Path("x").exists()
 
 
 def test_a_chain_with_one_bad_link_changes_nothing(run: Run, store: Path) -> None:

@@ -78,6 +78,9 @@ def test_few_accepted_files_are_listed_and_many_are_counted() -> None:
 def test_the_summary_counts_each_file_that_was_not_read_once_and_as_rejected() -> None:
     named = [("missing-file", "gone"), ("symlink", "link"), ("unlisted-file", "link"), ("size-mismatch", "bad")]
     findings = (*(Finding(code, "no", file=file) for code, file in named), Finding("of-the-whole", "no"))
+    # A manifest that is refused is no file of the checkpoint.
+    signed = Finding("untrusted-key", "nobody signed", file="m.json")
+    assert "2 files, 210 B: 1 accepted, 1 rejected" in list(text.summary_lines(Report((GOOD, BAD), (signed,))))
     assert "4 files, 210 B: 1 accepted, 3 rejected (2 not read)" in list(
         text.summary_lines(Report((GOOD, BAD), findings))
     )

@@ -224,3 +224,14 @@ def test_many_refused_files_and_tensors_are_counted_where_they_are_not_shown(mon
     paragraphs = page.text("p")
     assert "3 more are refused; the JSON report has the reasons of each." in paragraphs
     assert "1 more are not shown; the JSON report has all of them." in paragraphs
+
+
+def test_what_is_to_be_pasted_keeps_its_lines_and_names_stay_names() -> None:
+    hint = 'write:\n[[files.inert]]\npatterns = ["</pre><b>\x1b"]'
+    finding = Finding("not-a-pickle", "of no known format", hint=hint)
+    page = Page(html_page(audited(FileReport("m/a", "unknown", 1, "0" * 64, (finding,)))))
+    assert page.unbalanced == 0
+    assert ("p", "write:") in page.texts
+    assert ["".join(text for tag, text in page.texts if tag == "pre")] == [
+        '[[files.inert]]\npatterns = ["</pre><b>\\x1b"]'
+    ]

@@ -6,7 +6,7 @@ import pytest
 
 from safeload.errors import Finding
 from safeload.rendering.junit import junit_xml
-from safeload.report import Report
+from safeload.report import FileReport, Report
 from tests.reports_sample import HOSTILE_NAMES, RUN, accepted, audited, hostile, large, refused
 
 
@@ -29,6 +29,18 @@ def test_a_refused_file_is_a_failure_with_its_reasons() -> None:
         "global-not-allowed: policy grok-1 does not allow os.system (at byte 17)\n  hint: safeload explain it"
     )
     assert (tree.get("tests"), tree.get("failures"), tree.get("skipped")) == ("2", "1", "0")
+
+
+def test_what_is_to_be_pasted_keeps_its_lines() -> None:
+    finding = Finding("not-a-pickle", "of no known format", hint='write:\n[[files.inert]]\npatterns = ["a\x1b\\n"]')
+    tree = parsed(audited(FileReport("m/a", "unknown", 1, "0" * 64, (finding,))))
+    (failure,) = tree.iter("failure")
+    assert (failure.text or "").splitlines() == [
+        "not-a-pickle: of no known format",
+        "  hint: write:",
+        "    [[files.inert]]",
+        '    patterns = ["a\\x1b\\n"]',
+    ]
 
 
 def test_a_file_with_known_findings_only_is_skipped_and_one_with_a_new_one_fails() -> None:

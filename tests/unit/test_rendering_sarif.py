@@ -1,6 +1,9 @@
 """The SARIF log against OASIS's schema, and what the schema does not say: places, identities, and no links in names."""
 
+import hashlib
 import json
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import jsonschema  # type: ignore[import-untyped] # its types are a package of t
 import pytest
 
 from safeload.errors import Finding
+from safeload.rendering import sarif
 from safeload.rendering.rules import RULES
 from safeload.rendering.sarif import sarif_json, uri
 from safeload.report import FileReport, Report
@@ -54,9 +58,73 @@ def test_a_result_says_where_to_the_byte() -> None:
     assert "m/a b: policy grok-1 does not allow os.system (at byte 17). Hint: safeload explain it." in str(result)
 
 
-def test_a_finding_of_no_file_has_no_place() -> None:
-    (result,) = run_of(audited(findings=(Finding("untrusted-key", "nobody signed"),)))["results"]
-    assert "locations" not in result
+def test_a_finding_of_no_file_is_shown_at_the_directory() -> None:
+    (result,) = run_of(audited(findings=(Finding("untrusted-key", "nobody signed", offset=3),)))["results"]
+    assert result["locations"] == [{"physicalLocation": {"artifactLocation": {"uri": "m"}}}]
+
+
+def test_what_lies_in_the_repository_is_named_from_there() -> None:
+    report = audited(refused("/repo/m/a"), refused("/repository/b"), refused("c"))
+    run = json.loads(sarif_json(report, root="/repo"))["runs"][0]
+    places = [r["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for r in run["results"]]
+    assert places == ["m/a", "file:///repository/b", "c"]
+    assert [artifact["location"]["uri"] for artifact in run["artifacts"]] == places
+    # The same file is the same alert, however it was named.
+    relative = audited(replace(report.files[0], path="m/a"))
+    (there,) = json.loads(sarif_json(relative, root="/repo"))["runs"][0]["results"]
+    assert there["partialFingerprints"] == run["results"][0]["partialFingerprints"]
+
+
+def test_the_fingerprint_that_github_looks_at_tells_findings_apart() -> None:
+    twice = (Finding("index-disagrees", "one"), Finding("index-disagrees", "other"))
+    report = audited(FileReport("m/i", "index", 1, "0" * 64, (*twice, Finding("bad-index", "x", offset=7))))
+    prints = [result["partialFingerprints"]["primaryLocationLineHash"] for result in run_of(report)["results"]]
+    assert len(set(prints)) == 3
+    assert prints[0].removesuffix(":1") == prints[1].removesuffix(":2")
+
+
+def test_logs_of_different_checkpoints_have_the_same_rules() -> None:
+    one, other = run_of(audited(accepted("m/a"))), run_of(audited(refused("m/b"), refused("m/c", "truncated")))
+    assert one["tool"] == other["tool"]
+
+
+def test_a_code_without_a_title_is_a_rule_all_the_same() -> None:
+    run = run_of(audited(refused("m/b", "no-such-code")))
+    assert run["tool"]["driver"]["rules"][run["results"][0]["ruleIndex"]]["id"] == "no-such-code"
+
+
+def test_texts_are_no_longer_than_github_takes() -> None:
+    for rule in run_of(every_code())["tool"]["driver"]["rules"]:
+        assert len(rule["name"]) <= 255
+        assert len(rule["shortDescription"]["text"]) <= 1024
+        assert len(rule["fullDescription"]["text"]) <= 1024
+        assert len(rule["properties"]["tags"]) <= 10
+
+
+def test_no_more_results_than_are_taken_and_the_worst_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sarif, "MAX_RESULTS", 3)
+    old = refused("m/old")
+    files = [refused(f"m/{n}", "truncated") for n in range(4)]
+    run = run_of(audited(old, *files, refused("m/worst"), known=(old,)))
+    shown = [result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in run["results"]]
+    assert shown == ["m/worst", "m/0", "m/1"]
+    assert [artifact["location"]["uri"] for artifact in run["artifacts"]] == shown
+    (note,) = run["invocations"][0]["toolExecutionNotifications"]
+    assert note["message"]["text"].startswith("3 more findings are not in this log")
+
+
+def test_a_log_is_no_longer_than_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sarif, "MAX_COMPRESSED_BYTES", 60_000)
+    names = [hashlib.sha512(str(n).encode()).hexdigest() * 20 for n in range(400)]
+    log = sarif_json(audited(*(refused(f"m/{name}") for name in names)))
+    assert len(zlib.compress(log.encode())) <= 60_000
+    (run,) = json.loads(log)["runs"]
+    assert 0 < len(run["results"]) < 400
+    assert "more findings" in str(run["invocations"])
+
+
+def test_a_log_that_fits_leaves_nothing_out() -> None:
+    assert "toolExecutionNotifications" not in run_of(large(2000))["invocations"][0]
 
 
 def test_rules_are_those_that_results_refer_to() -> None:

@@ -73,6 +73,8 @@ WORDS = {
     "safeload verify --trust": {"--trust", "--trust-pin"},
     "safeload verify --for inf": {"inference"},
     "safeload scan --policy grok": {"grok-1"},
+    "safeload policy show or": {"orbax"},
+    "safeload policy diff grok-1 num": {"numpy-quantized"},
     "safeload trust rev": {"revoke"},
 }
 """What bash offers for the last of some words."""
