@@ -51,6 +51,7 @@ from safeload.report import FileReport, Progress, Report
 from safeload.result_cache import CachedResult, ResultCache
 from safeload.scanning import (
     Job,
+    LastRead,
     SiblingsOnDisk,
     check_against,
     check_digest,
@@ -156,7 +157,7 @@ def audit(
         executor: Who does the work instead: anything that runs a function of picklable arguments. Its workers must see
             the same paths and run the same version of safeload, and they are trusted as this process is.
         traces: Whether to show what refused pickles would have done.
-        progress: Told how far it has come.
+        progress: Told how far it has come; of many directories, a few at a time.
         **expected: What to hold every manifest against, as for `verify`.
 
     Returns:
@@ -485,14 +486,14 @@ class _Result:
 
     Attributes:
         file: The report on it.
-        used: Digest of each file beside it that was read for it.
+        used: Digests of each file beside it that was read for it, by path.
         fresh: What the cache is to remember; None for nothing.
         is_reused: Whether the cache had it.
         version: The version of safeload that looked.
     """
 
     file: FileReport
-    used: Mapping[str, str]
+    used: Mapping[str, Collection[str]]
     fresh: CachedResult | None
     is_reused: bool
     version: str = __version__
@@ -537,12 +538,14 @@ def _job(task: _Task, root: Root) -> Job:
     return Job(task.shown, task.path, task.size, root, task.entry, task.finding)
 
 
-def _look(task: _Task, job: Job, policy: Policy, advance: Callable[[int], None]) -> _Result:
+def _look(
+    task: _Task, job: Job, policy: Policy, advance: Callable[[int], None], last: LastRead | None = None
+) -> _Result:
     """Read one file once, and say what is in it and whether it is the signed one."""
     if task.finding is not None:
         return _Result(unread(job, FileSetError(task.finding)), {}, None, is_reused=False)
-    used: dict[str, str] = {}
-    siblings = _Watched(SiblingsOnDisk(job, used))
+    used: dict[str, set[str]] = {}
+    siblings = _Watched(SiblingsOnDisk(job, used, last))
     try:
         hit = _cached(task, job, advance) if task.cached else None
         if hit is not None:
@@ -620,6 +623,8 @@ def _trace(task: _Task, sha256: str, policy: Policy) -> Trace | None:
 
     try:
         with Root(task.directory) as root, _open(_job(task, root), policy, lambda _: None) as stream:
+            if stream.size > MAX_TRACED_BYTES:  # another file by now, and maybe one hole
+                return None
             head = stream.peek(0, HEAD_BYTES)
             kind = detect(head, stream.size)
             torch = partial(TracingTorchMachine, tell=tell)
@@ -666,9 +671,10 @@ class _Crew:
         self._tasks.update((task.shown, task) for task in tasks)
         if self._executor is None:
             order = largest_of_set(jobs)
+            last: LastRead = {}
             results = run(
                 list(zip(tasks, jobs, strict=True)),
-                lambda item, meter: self._keep(_look(*item, self.policy, meter.advance)),
+                lambda item, meter: self._keep(_look(*item, self.policy, meter.advance, last)),
                 size=lambda item: item[0].size,
                 threads=self._jobs or n_processors(),
                 phase="auditing",
@@ -677,7 +683,10 @@ class _Crew:
             )
         else:
             results = list(self._run_there(_look_there, [(task, self._sent) for task in tasks], tasks, self._keep))
-        used = {path: digest for result in results for path, digest in result.used.items()}
+        used: dict[str, set[str]] = {}
+        for result in results:
+            for path, digests in result.used.items():
+                used.setdefault(path, set()).update(digests)
         return check_indexes([result.file for result in results], used)
 
     def trace(self, roots: Sequence[_Looked]) -> dict[str, Trace]:

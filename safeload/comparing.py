@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from safeload.digests import Hasher
-from safeload.errors import FileSetError, Finding, StagingError, escape, reason
+from safeload.errors import FileSetError, Finding, FormatError, StagingError, escape, reason
 from safeload.files import Root, StreamSource, hard_link
 from safeload.oms import SINGLE_FILE, OmsFile, OmsManifest, new_hasher
 from safeload.parallel import Meter, n_processors, run
@@ -28,6 +28,7 @@ class ComparedFile(Generic[T]):
         size: Length in bytes; None where the file could not be read.
         sha256: Of the whole file, whatever it was signed by; None where it could not be read.
         findings: Why it is not the signed file; empty where it is.
+        refusal: What is wrong with the first bytes that did not have their checksum; see `StreamSource`.
         looked: What `look` returned; None where the file could not be read.
     """
 
@@ -35,6 +36,7 @@ class ComparedFile(Generic[T]):
     size: int | None = None
     sha256: str | None = None
     findings: tuple[Finding, ...] = ()
+    refusal: FormatError | None = None
     looked: T | None = None
 
 
@@ -134,7 +136,8 @@ def compare_files(
     target: str | Path,
     oms: OmsManifest,
     *,
-    look: Callable[[StreamSource, str], T],
+    look: Callable[[Root, StreamSource, str], T],
+    max_bytes: int,
     peek_limit: int = 0,
     ignore: Mapping[str, bytes] = MappingProxyType({}),
     progress: Progress | None = None,
@@ -145,8 +148,10 @@ def compare_files(
         target: The model: a directory, or a file where one was signed by itself. Untrusted; a link to it is followed,
             and none below it.
         oms: The verified bundle.
-        look: Told each file as a source, and its path, before the rest of it is hashed: what it parses is what is
-            hashed. It is called from several threads.
+        look: Told the directory, each file as a source, and its path, before the rest of it is hashed: what it parses
+            is what is hashed. It is called from several threads.
+        max_bytes: Length of the longest file that is read to its end. A bundle may state no sizes, and a hole has any.
+            What `look` says of a longer one has to refuse it.
         peek_limit: Most bytes of a file that `look` may peek at.
         ignore: Files that may lie in the directory unsigned, with exactly these bytes: the bundle itself.
         progress: Told of the bytes that were hashed.
@@ -168,7 +173,7 @@ def compare_files(
             findings, sizes, ignored = _compare_file_set(root, oms, ignore)
         files = run(
             [(path, listed[path]) for path in sorted(listed.keys() & sizes.keys())],
-            lambda item, meter: _compare_file(root, *item, look, meter, peek_limit=peek_limit),
+            lambda item, meter: _compare_file(root, *item, look, meter, max_bytes=max_bytes, peek_limit=peek_limit),
             size=lambda item: sizes[item[0]],
             threads=n_processors(),
             phase="verifying",
@@ -212,11 +217,21 @@ def _compare_file_set(
 
 
 def _compare_file(
-    root: Root, path: str, signed: OmsFile, look: Callable[[StreamSource, str], T], meter: Meter, *, peek_limit: int
+    root: Root,
+    path: str,
+    signed: OmsFile,
+    look: Callable[[Root, StreamSource, str], T],
+    meter: Meter,
+    *,
+    max_bytes: int,
+    peek_limit: int,
 ) -> ComparedFile[T]:
     try:
         with ComparedSource(root.open(path), path, signed, peek_limit=peek_limit, advance=meter.advance) as source:
-            looked = look(source, path)
+            looked = look(root, source, path)
+            if source.size > max_bytes:
+                meter.advance(source.size)
+                return ComparedFile(path, source.size, looked=looked)
             sha256 = source.finish()
             finding = source.compare(sha256)
     except FileSetError as err:
@@ -225,7 +240,7 @@ def _compare_file(
         # A file that cannot be read has no verdict of its own to give: it is refused, and the run goes on.
         return ComparedFile(path, findings=(Finding("unreadable", err.message, file=path),))
     findings = () if finding is None else (finding.in_file(path),)
-    return ComparedFile(path, source.size, sha256, findings, looked)
+    return ComparedFile(path, source.size, sha256, findings, source.refusal, looked)
 
 
 def _resolve(target: Path) -> tuple[Path, bool]:

@@ -7,8 +7,9 @@ be scanned while its bytes are compared; but to load one, sign a manifest of our
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,28 @@ from safeload.errors import (
     DigestMismatchError,
     FileSetError,
     Finding,
+    FormatError,
     PolicyError,
     RollbackError,
     escape,
     reason,
 )
-from safeload.formats import Parsed
+from safeload.files import Root, StreamSource
+from safeload.formats import Siblings
 from safeload.oms import OmsManifest, verify_bundle, write_bundle
 from safeload.policy import DEFAULT_POLICY, Policy, load_policy
 from safeload.report import FileReport, Progress, Report
-from safeload.scanning import file_report, parse, peek_limit, policy_facts, refused, scan
+from safeload.scanning import (
+    Job,
+    LastRead,
+    SiblingsOnDisk,
+    check_indexes,
+    file_report,
+    parse,
+    peek_limit,
+    policy_facts,
+    scan,
+)
 from safeload.trust.certificates import CertificateRoots
 from safeload.trust.store import SigstoreIdentity, Trust, load_trust, trust_items
 
@@ -100,26 +113,51 @@ def verify_bundle_files(
     Raises:
         StagingError: The directory could not be opened.
     """
+    used: dict[str, set[str]] = {}
+    last: LastRead = {}
+
+    def look(root: Root, source: StreamSource, path: str) -> FileReport:
+        siblings = SiblingsOnDisk(Job(path, path, source.size, root), used, last)
+        kind, parsed = parse(source, path, policy, _Signed(siblings, path, bundle))
+        return file_report(path, kind, source.size, parsed)
+
     found = compare_files(
         Path(directory),
         bundle,
-        look=lambda source, path: parse(source, path, policy),
+        look=look,
+        max_bytes=policy.limits.max_file_bytes,
         peek_limit=peek_limit(policy),
         ignore=ignore,
         progress=progress,
     )
-    files = tuple(_report(file) for file in found.files)
+    unlooked = {finding.file for finding in found.findings if finding.file is not None}
+    files = check_indexes([_report(file) for file in found.files], used, unlooked)
     facts = {**policy_facts(policy), **_bundle_facts(bundle), "ignored": list(found.ignored)}
-    return Report(files, found.findings, facts)
+    return Report(tuple(files), found.findings, facts)
 
 
-def _report(file: ComparedFile[tuple[str, Parsed]]) -> FileReport:
-    kind, parsed = file.looked or ("unknown", Parsed())
+class _Signed:
+    """The files beside one that the bundle lists: what it leaves out judges nothing."""
+
+    def __init__(self, siblings: Siblings, path: str, bundle: OmsManifest) -> None:
+        self._siblings = siblings
+        self._folder = path[: len(path) - len(PurePosixPath(path).name)]
+        self._bundle = bundle
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        """See `Siblings.read`."""
+        return self._siblings.read(name, limit) if self._folder + name in self._bundle.files else None
+
+
+def _report(file: ComparedFile[FileReport]) -> FileReport:
+    looked = file.looked or FileReport(file.path, "unknown", None)
+    findings, error = looked.findings, looked.error
+    if file.refusal is not None and not findings:
+        findings, error = file.refusal.findings, FormatError
     if file.findings:
-        error = DigestMismatchError if file.looked else FileSetError
-        others = () if parsed.refusal is None else parsed.refusal.findings
-        parsed = refused(parsed, error(*file.findings, *others))
-    return file_report(file.path, kind, file.size, parsed, file.sha256)
+        findings, error = (*file.findings, *findings), DigestMismatchError if file.looked else FileSetError
+    known = replace(looked, size=file.size, sha256=file.sha256, findings=findings, error=error)
+    return replace(known, tensors=(), index=None) if findings else known
 
 
 def _bundle_facts(bundle: OmsManifest) -> dict[str, Any]:

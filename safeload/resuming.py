@@ -414,7 +414,8 @@ def restore_training(
                 f"typed keys of JAX: expected {escape(', '.join(typed)) or 'none'}, found "
                 f"{escape(', '.join(step.keys)) or 'none'} in the checkpoint"
             )
-        if strange := sorted(set(step.weak) - leaves.keys()):
+        weak = frozenset(step.weak)
+        if strange := sorted(weak - leaves.keys()):
             raise ShardingError(f"weak types: expected leaves of `like`, found {escape(', '.join(strange))}")
         for name, leaf in typed.items():
             # By the description alone, and before anything is written in place.
@@ -437,7 +438,7 @@ def restore_training(
                 if name in typed:
                     made[id(leaf)] = _wrapped(name, leaf, typed[name], step.keys[name])
                 else:
-                    made[id(leaf)] = _weakened(name, leaf) if name in step.weak else leaf
+                    made[id(leaf)] = _weakened(name, leaf) if name in weak else leaf
             return made[id(leaf)]
 
         wrapped = map_leaves(filled, finish)
@@ -496,8 +497,11 @@ def _weakened(name: str, leaf: Any) -> Any:
     if jax is None or not isinstance(leaf, jax.Array):
         return leaf
     try:
-        # Only numbers of Python begin a weak type, and an array keeps its own when others are written into it.
-        made = jax.numpy.full(leaf.shape, leaf.dtype.type(0).item()).at[...].set(leaf)
+        # Only numbers of Python begin a weak type, and an array keeps its own when others are written into it. A bool
+        # begins none, but what comes of comparing has the weak type of what was compared.
+        is_bool = leaf.dtype == bool
+        made = jax.numpy.full(leaf.shape, 0 if is_bool else leaf.dtype.type(0).item()).at[...].set(leaf)
+        made = made != 0 if is_bool else made
         made = jax.device_put(made, leaf.sharding) if leaf.committed else made
     except Exception as err:  # JAX's errors share no other base
         raise ShardingError(f"{escape(name)}: cannot be of a weak type: {escape(str(err))}") from err
@@ -512,11 +516,16 @@ def _weakened(name: str, leaf: Any) -> Any:
 def _step(beside: Mapping[str, Companion]) -> _Step:
     value = _read(beside, _STEP[0])
     try:
-        return _Step.model_validate(value)
+        step = _Step.model_validate(value)
     except ValidationError as err:
         first = err.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise _malformed(_STEP[0], f"{place}: {first['msg']}") from err
+    for field, names in {"ties": [name for group in step.ties for name in group], "weak": step.weak}.items():
+        # All leaves are gone through for each group of them: a million groups of one leaf would take hours.
+        if len(set(names)) != len(names):
+            raise _malformed(_STEP[0], f"{field}: expected each name once, found one twice")
+    return step
 
 
 def _plain(beside: Mapping[str, Companion], file: str) -> Any:

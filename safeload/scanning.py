@@ -162,11 +162,12 @@ def _scan(
         findings: list[Finding] = []
         jobs: list[Job] = []
         roots: dict[str, Root] = {}
+        used: dict[str, set[str]] = {}
         for path in chosen:
             directory, name, size = _locate(str(path))
             if directory not in roots:
                 if len(roots) == _MAX_ROOTS:
-                    files += _run(jobs, rules, progress, wanted)
+                    files += _run(jobs, rules, progress, wanted, used)
                     jobs, roots = [], {}
                     stack.close()
                 roots[directory] = stack.enter_context(Root(directory))
@@ -176,8 +177,9 @@ def _scan(
                 message = "expected files, found an empty directory"
                 findings.append(Finding("nothing-to-scan", message, file=str(path), hint="check the path"))
             jobs += found
-        files += _run(jobs, rules, progress, wanted)
-    return Report(tuple(files), tuple(findings), policy_facts(rules))
+        files += _run(jobs, rules, progress, wanted, used)
+    # Of all of them at last: an index and its files may be arguments that lie far apart.
+    return Report(tuple(check_indexes(files, used)), tuple(findings), policy_facts(rules))
 
 
 def verify_files(
@@ -214,7 +216,9 @@ def verify_files(
             for entry in trusted.manifest.files
             if entry.path not in absent
         ]
-        files = _run(jobs, policy, progress, _FILE_DIGEST, {path for path in absent if path is not None})
+        used: dict[str, set[str]] = {}
+        looked = _run(jobs, policy, progress, _FILE_DIGEST, used)
+        files = check_indexes(looked, used, {path for path in absent if path is not None})
     facts = {**policy_facts(policy), **manifest_facts(trusted)}
     return Report(tuple(files), tuple(missing), facts)
 
@@ -563,43 +567,51 @@ class _StagedSiblings:
         return data
 
 
+LastRead: TypeAlias = dict[tuple[str, str], tuple[bytes, str]]
+"""The bytes of a file and their digest, by its directory and the path below that."""
+
+
 class SiblingsOnDisk:
     """The files beside one that is scanned on disk.
 
     All files of a bundle ask for the same one, and there may be 99,999 of them: `last` keeps it for those that follow.
     """
 
-    def __init__(self, job: Job, used: dict[str, str], last: dict[str, bytes] | None = None) -> None:
+    def __init__(self, job: Job, used: dict[str, set[str]], last: LastRead | None = None) -> None:
         """Say whose siblings they are.
 
         Args:
             job: The file that they lie beside.
-            used: Takes the digests of what was read of them, by path.
-            last: Takes what was read last, by path, from one file of a run to the next.
+            used: Takes the digests of what was read of them, by path: several where a file changed in between.
+            last: Takes what was read last from one file of a run to the next.
         """
         self._job = job
         self._used = used
-        self._last = {} if last is None else last
+        self._last: LastRead = {} if last is None else last
 
     def read(self, name: str, limit: int) -> bytes | None:
         """See `Siblings.read`."""
         job = self._job
         folder = job.path[: len(job.path) - len(PurePosixPath(job.path).name)]
         shown = job.shown[: len(job.shown) - len(PurePosixPath(job.shown).name)]
-        kept = self._last.get(shown + name)
-        if kept is not None:
-            _require_short(name, len(kept), limit)
-            return kept
-        try:
-            fd = job.root.open(folder + name)
-        except FileSetError:
-            return None
-        with StreamSource(fd, shown + name) as stream:
-            _require_short(name, stream.size, limit)
-            data = stream.read(0, stream.size)
-        self._used[shown + name] = sha256_hex(data)
-        self._last.clear()
-        self._last[shown + name] = data
+        # By where it lies: links that were named as arguments can bring files of two folders under one shown path.
+        place = str(job.root.directory), folder + name
+        kept = self._last.get(place)
+        if kept is None:
+            try:
+                fd = job.root.open(folder + name)
+            except FileSetError:
+                return None
+            with StreamSource(fd, shown + name) as stream:
+                _require_short(name, stream.size, limit)
+                data = stream.read(0, stream.size)
+            kept = data, sha256_hex(data)
+            self._last.clear()
+            self._last[place] = kept
+        data, digest = kept
+        _require_short(name, len(data), limit)
+        # All of them: who reads it anew may find other bytes than a file before, which was judged by the first.
+        self._used.setdefault(shown + name, set()).add(digest)
         return data
 
 
@@ -622,13 +634,13 @@ def signed_tables(trusted: TrustedManifest) -> _Tables:
 
 
 def check_indexes(
-    files: Sequence[FileReport], used: Mapping[str, str], unlooked: Collection[str] = ()
+    files: Sequence[FileReport], used: Mapping[str, Collection[str]], unlooked: Collection[str] = ()
 ) -> list[FileReport]:
     """Hold each index against the files that it names, and what was read of a file for another against its digest.
 
     Args:
         files: What was found in each.
-        used: The digests of what was read of a file for another, by path.
+        used: The digests of all that was read of a file for others, by path.
         unlooked: Paths of files that were refused before they were read, and that an index need not miss as well.
     """
     tables = {
@@ -643,7 +655,8 @@ def check_indexes(
         findings: tuple[Finding, ...] = ()
         if file.index is not None:
             findings = index_findings(file.path, file.index, tables, refused_paths)
-        if used.get(file.path, digests.get(file.path)) != digests.get(file.path) and file.path in digests:
+        readings = {*used.get(file.path, ()), digests.get(file.path)} - {None}
+        if len(readings) > 1:
             message = "expected the bytes that its data files were read by, found others"
             hint = "wait until nothing writes there, then run again"
             findings += (Finding("changed-while-read", message, hint=hint),)
@@ -780,10 +793,19 @@ def file_report(path: str, kind: str, size: int | None, parsed: Parsed, sha256: 
     """Return what a report says of a file, with a hint for each finding that has none."""
     refusal = parsed.refusal
     if refusal is None:
-        return FileReport(path, kind, size, sha256, (), parsed.tensors, parsed.globals, index=parsed.index)
+        tensors = tuple(map(_without_payload, parsed.tensors))
+        return FileReport(path, kind, size, sha256, (), tensors, parsed.globals, index=parsed.index)
     look = f"to see what it would do, without running it: safeload explain {shlex.quote(escape(path))}"
     findings = tuple(replace(f, hint=f.hint or look) if kind in {"pickle", "pytorch"} else f for f in refusal.findings)
     return FileReport(path, kind, size, sha256, findings, (), parsed.globals, type(refusal))
+
+
+def _without_payload(spec: TensorSpec) -> TensorSpec:
+    """Return a row of the table that says of decoded bytes only that there were some.
+
+    A report is kept for all files, and 260 KB of a deflated array of zeros are 256 MiB of them.
+    """
+    return spec if not spec.extent.inline else replace(spec, extent=replace(spec.extent, inline=b""))
 
 
 # ---------------------------------------------------------------- files on disk
@@ -831,15 +853,15 @@ def jobs_in(directory: str, root: Root) -> Iterator[Job]:
 
 
 def _run(
-    jobs: Sequence[Job], policy: Policy, progress: Progress | None, wanted: _Digests, unlooked: Collection[str] = ()
+    jobs: Sequence[Job], policy: Policy, progress: Progress | None, wanted: _Digests, used: dict[str, set[str]]
 ) -> list[FileReport]:
-    used: dict[str, str] = {}
-    last: dict[str, bytes] = {}
+    """Look at each file alone; `used` takes the digests of what was read of some for others, as `SiblingsOnDisk`."""
+    last: LastRead = {}
 
     def work(job: Job, meter: Meter) -> FileReport:
         return _scan_job(job, policy, meter, wanted, SiblingsOnDisk(job, used, last))
 
-    files = run(
+    return run(
         jobs,
         work,
         size=lambda job: job.size,
@@ -849,7 +871,6 @@ def _run(
         progress=progress,
         order=largest_of_set(jobs),
     )
-    return check_indexes(files, used, unlooked)
 
 
 def largest_of_set(jobs: Sequence[Job]) -> Callable[[Job], int]:

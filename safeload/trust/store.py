@@ -470,6 +470,8 @@ def _next_hint(old: TrustStore, new: TrustStore) -> str:
         return "name every version after yours, in order: each says who may sign the next"
     if new.version < old.version:
         return f"there is nothing to do: yours is newer, version {old.version}"
+    if new.sha256 == old.sha256:
+        return f"this is version {old.version} itself: leave it out, and name only what comes after it"
     return f"this is another version {old.version} than yours: ask its publisher which of the two is theirs"
 
 

@@ -55,7 +55,7 @@ def put(path: Path, data: bytes) -> None:
 
 
 def compared(target: Path, oms: OmsManifest, ignore: Mapping[str, bytes] = MappingProxyType({})) -> Comparison[bytes]:
-    return compare_files(target, oms, look=lambda source, _: source.read(0, 2), ignore=ignore)
+    return compare_files(target, oms, look=lambda _, source, __: source.read(0, 2), max_bytes=1 << 40, ignore=ignore)
 
 
 def codes(comparison: Comparison[bytes]) -> dict[str, str]:
@@ -80,14 +80,14 @@ def test_what_we_write_is_what_we_find(model: Path) -> None:
 
 
 def test_what_is_looked_at_is_what_is_hashed(model: Path) -> None:
-    def swap(source: StreamSource, path: str) -> bytes:
+    def swap(_: Root, source: StreamSource, path: str) -> bytes:
         seen = source.read(0, 4)
         put(model / path, b"x" * source.size)
         return seen
 
     big = {"big": os.urandom(3 * HASH_CHUNK_BYTES)}
     put(model / "big", big["big"])
-    found = compare_files(model, whole(FILES | big), look=swap)
+    found = compare_files(model, whole(FILES | big), look=swap, max_bytes=1 << 40)
     changed = next(file for file in found.files if file.path == "big")
     assert changed.looked == big["big"][:4]
     assert [finding.code for finding in changed.findings] == ["digest-mismatch"]
@@ -122,7 +122,7 @@ def test_a_link_in_the_place_of_a_signed_file_is_not_followed(model: Path) -> No
 
 
 def test_a_file_that_was_swapped_for_a_link_after_the_walk_is_refused(model: Path) -> None:
-    def swap(source: StreamSource, path: str) -> bytes:
+    def swap(_: Root, source: StreamSource, path: str) -> bytes:
         if path != "config.json":
             (model / "config.json").unlink(missing_ok=True)
             (model / "config.json").symlink_to("/etc/hostname")
@@ -130,7 +130,7 @@ def test_a_file_that_was_swapped_for_a_link_after_the_walk_is_refused(model: Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("safeload.comparing.n_processors", lambda: 1)  # one after the other, the largest first
-        found = compare_files(model, whole(), look=swap)
+        found = compare_files(model, whole(), look=swap, max_bytes=1 << 40)
     (file,) = (file for file in found.files if file.path == "config.json")
     assert [finding.code for finding in file.findings] == ["symlink"]
     assert file.looked is None

@@ -114,6 +114,28 @@ def test_a_file_that_becomes_a_hole_is_not_hashed_because_the_cache_knew_it(
     refused(file)
 
 
+def test_a_refused_pickle_that_becomes_a_hole_is_not_traced_to_its_end(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoint / "hole").unlink()
+    (checkpoint / "a").write_bytes(pickle.dumps(os.getpid, protocol=4))
+    assert list(audit(checkpoint, traces=True).traces) == [str(checkpoint / "a")]
+    honest = Root.open
+    n_opened = 0
+
+    def grown(root: Root, path: str) -> int:
+        nonlocal n_opened
+        n_opened += 1
+        if n_opened == 2:
+            os.truncate(checkpoint / "a", TIB)
+        return honest(root, path)
+
+    monkeypatch.setattr(Root, "open", grown)
+    found = audit(checkpoint, traces=True)
+    assert [finding.code for finding in found.report.all_findings] == ["global-not-allowed"]
+    assert (n_opened, dict(found.traces)) == (2, {})
+
+
 @pytest.mark.parametrize("digests", [False, True])
 def test_a_scan_says_the_same(checkpoint: Path, digests: bool) -> None:
     refused(scan(checkpoint, digests=digests).files[1])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from safeload.auditing import audit
 from safeload.digests import sha256_hex
 from safeload.errors import FormatError, LimitError, PolicyError
 from safeload.formats import MemorySource, npz
@@ -53,6 +56,25 @@ def test_a_stored_array_lies_in_the_file_and_a_deflated_one_beside_it() -> None:
     for save, is_inline in ((np.savez, False), (np.savez_compressed, True)):
         parsed = parse_npz(MemorySource(saved(save)), DEFAULT)
         assert {spec.extent.inline is not None for spec in parsed.tensors} == {is_inline}
+
+
+def test_a_report_of_many_bombs_does_not_hold_what_came_of_them(tmp_path: Path) -> None:
+    zeros = np.zeros(8 << 20, np.int8)
+    for number in range(4):
+        np.savez_compressed(tmp_path / f"{number}.npz", zeros)
+    digest = sha256_hex(zeros.tobytes())
+    del zeros
+    for look in (scan, partial(scan, digests=True), lambda path: audit(path, jobs=1).report):
+        tracemalloc.start()
+        report = look(tmp_path)
+        held, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert report.is_accepted
+        assert {spec.extent.nbytes for file in report.files for spec in file.tensors} == {8 << 20}
+        assert {spec.extent.inline for file in report.files for spec in file.tensors} == {b""}  # decoded, as before
+        assert {spec.sha256 for file in report.files for spec in file.tensors} <= {None, digest}
+        assert held < 4 << 20
+        assert peak < 40 << 20
 
 
 @SAVERS

@@ -21,7 +21,7 @@ from safeload.loading import check, load, verify
 from safeload.policy import DEFAULT_POLICY, load_policy
 from safeload.publishing import sign
 from safeload.report import Report
-from safeload.scanning import scan
+from safeload.scanning import SiblingsOnDisk, scan
 from safeload.trust.keys import SecretKey
 from tests import tensorflow_sample as tf
 
@@ -301,8 +301,73 @@ def test_each_index_is_read_once_however_many_bundles_lie_in_a_folder(
 def test_an_audit_reads_each_index_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_bundles(tmp_path, 20, n_shards=4)
     seen = count_readings(monkeypatch, n_remembered=1)
+    opened: list[str] = []
+
+    def digest(data: bytes) -> str:
+        opened.append(sha256_hex(data))
+        return opened[-1]
+
+    monkeypatch.setattr(scanning, "sha256_hex", digest)
     assert audit([tmp_path], jobs=1).report.is_accepted
     assert len(seen) == len(set(seen)) == 20
+    # Nor are its bytes read for each of up to 99,999 data files, which may be empty: that would be an hour's work.
+    assert len(opened) == len(set(opened)) == 20
+
+
+def two_shards(dtype: int, shape: tuple[int, ...], *names: str) -> dict[str, bytes]:
+    """A bundle `m` of two shards, with a tensor of 8 bytes in each."""
+    return tf.bundle("m", {name: tf.Tensor(dtype, shape, bytes(8), n) for n, name in enumerate(names)}, n_shards=2)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_the_index_of_one_folder_is_not_that_of_another_whatever_links_call_them(tmp_path: Path, digests: bool) -> None:
+    (tmp_path / "links").mkdir()
+    for shard, (folder, files) in enumerate(
+        {"one": two_shards(tf.FLOAT, (2,), "a", "b"), "two": two_shards(tf.INT8, (8,), "c", "d")}.items()
+    ):
+        (tmp_path / folder).mkdir()
+        for name, data in files.items():
+            (tmp_path / folder / name).write_bytes(data)
+        name = f"m.data-{shard:05d}-of-00002"
+        (tmp_path / "links" / name).symlink_to(tmp_path / folder / name)
+    report = scan(sorted((tmp_path / "links").iterdir()), digests=digests)
+    held = [[(spec.name, spec.dtype.name) for spec in file.tensors] for file in report.files]
+    assert held == [[("a", "float32")], [("d", "int8")]]
+
+
+def test_an_index_finds_its_files_however_many_folders_lie_between_them(tmp_path: Path) -> None:
+    for number in range(9):
+        (tmp_path / str(number)).mkdir()
+        for name, data in two_shards(tf.FLOAT, (2,), "a", "b").items():
+            (tmp_path / str(number) / name).write_bytes(data)
+    # As a shell has them for `*/*.index */*.data-*`; no more than eight folders are held open.
+    assert scan([*sorted(tmp_path.glob("*/*.index")), *sorted(tmp_path.glob("*/*.data-*"))]).is_accepted
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_data_files_that_were_read_by_different_bytes_of_an_index_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    # The same names in the same files, so that nothing else tells the two apart.
+    first, second = two_shards(tf.FLOAT, (2,), "a", "b"), two_shards(tf.INT8, (8,), "a", "b")
+    for name, data in first.items():
+        (tmp_path / name).write_bytes(data)
+    real = SiblingsOnDisk.read
+    n_read = 0
+
+    def read(self: SiblingsOnDisk, name: str, limit: int) -> bytes | None:
+        nonlocal n_read
+        data = real(self, name, limit)
+        n_read += 1
+        vars(self)["_last"].clear()  # as the index of another bundle does in between
+        (tmp_path / "m.index").write_bytes(second["m.index"])
+        return data
+
+    monkeypatch.setattr(SiblingsOnDisk, "read", read)
+    monkeypatch.setattr(scanning, "n_processors", lambda: 1)
+    report = audit([tmp_path], jobs=1).report if whole else scan(tmp_path)
+    assert n_read == 2
+    assert found(report) == {"m.index": "changed-while-read"}
 
 
 # ---------------------------------------------------------------- against a manifest

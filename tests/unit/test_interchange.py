@@ -8,11 +8,14 @@ import pytest
 
 from safeload import loading
 from safeload.cli import main
-from safeload.errors import ConfigError, DigestMismatchError, FileSetError, PolicyError, SignatureError
+from safeload.errors import ConfigError, DigestMismatchError, FileSetError, FormatError, PolicyError, SignatureError
+from safeload.files import StreamSource
 from safeload.interchange import sign_bundle, trusted_bundle
 from safeload.publishing import sign
 from safeload.trust.keys import SecretKey
 from safeload.trust.store import SigstoreIdentity, TrustStore
+from tests import oms_sample as oms
+from tests import tensorflow_sample as tf
 from tests.simulator import pickled
 
 KEY = SecretKey.generate("ecdsa-p256")
@@ -98,6 +101,55 @@ def test_a_file_of_two_names_is_refused_as_with_a_manifest(model: Path, bundle: 
     (tmp_path / "other").hardlink_to(model / "weights.pkl")
     report = loading.check(model, manifest=bundle, trust=KEY.public)
     assert [(f.file, f.code) for f in report.findings] == [("weights.pkl", "hard-link")]
+
+
+def tensorflow_files() -> dict[str, bytes]:
+    weights = {f"w{i}": tf.Tensor(tf.INT8, (10,), bytes(10), shard=i) for i in range(2)}
+    return tf.bundle("m.ckpt", weights, n_shards=2)
+
+
+def test_files_that_belong_together_are_held_against_each_other(tmp_path: Path) -> None:
+    files = tensorflow_files()
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    signed, _ = sign_bundle(tmp_path, key=KEY, model="model")
+    report = loading.verify(tmp_path, manifest=signed, trust=KEY.public)
+    assert [(file.format, len(file.tensors)) for file in report.files] == [
+        ("tensorflow", 1),
+        ("tensorflow", 1),
+        ("index", 0),
+    ]
+    # Signed by somebody who did not look.
+    del files["m.ckpt.data-00001-of-00002"]
+    (tmp_path / "m.ckpt.data-00001-of-00002").unlink()
+    careless = oms.bundle(oms.statement(oms.shards(files, 1 << 20, "sha256"), method="shards", shard_size=1 << 20), KEY)
+    with pytest.raises(FormatError) as refused:
+        loading.verify(tmp_path, manifest=careless, trust=KEY.public)
+    assert [(f.file, f.code) for f in refused.value.findings] == [("m.ckpt.index", "index-file-missing")]
+
+
+def test_what_the_bundle_leaves_out_judges_nothing(tmp_path: Path) -> None:
+    files = tensorflow_files()
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    del files["m.ckpt.index"]
+    listed = oms.shards(files, 1 << 20, "sha256")
+    statement = oms.statement(listed, method="shards", shard_size=1 << 20, ignore_paths=["m.ckpt.index"])
+    with pytest.raises(FormatError) as refused:
+        loading.verify(tmp_path, manifest=oms.bundle(statement, KEY), trust=KEY.public)
+    assert {f.code for f in refused.value.findings} == {"bundle-index-missing"}
+
+
+def test_a_signed_file_that_became_a_hole_is_not_read_to_its_end(
+    model: Path, bundle: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (model / "weights.pkl").open("r+b") as file:
+        file.truncate(1 << 40)
+    monkeypatch.setattr(StreamSource, "finish", lambda source: pytest.fail(f"{source.path} is read to its end"))
+    (model / "config.json").unlink()
+    with pytest.raises(FileSetError) as refused:
+        loading.verify(model, manifest=bundle, trust=KEY.public)
+    assert {f.code for f in refused.value.findings} == {"missing-file", "limit-exceeded"}
 
 
 def test_a_bundle_cannot_be_loaded(model: Path, bundle: bytes) -> None:

@@ -293,6 +293,19 @@ def test_weak_types_are_as_they_were_saved_so_that_a_step_rounds_alike(tmp_path:
     assert bits(in_place) == bits(weak)
 
 
+def test_a_bool_that_comes_of_comparing_a_weak_type_is_restored_with_its_own(tmp_path: Path) -> None:
+    losses = jax.numpy.full((3,), 2.0)
+    params = {"finite": jax.numpy.isfinite(losses.sum()), "above": losses.at[1].set(0.5) > 1, "loss": losses}
+    assert [leaf.weak_type for leaf in params.values()] == [False, True, True]
+    saved(TrainingState(params, (), 3, np.zeros(2, np.uint32)), tmp_path / "run")
+    like = TrainingState(jax.eval_shape(lambda: params), (), 0, np.zeros(2, np.uint32))
+    back = restored(tmp_path / "run", like).params
+    for name, leaf in params.items():
+        assert (back[name].dtype, back[name].weak_type) == (leaf.dtype, leaf.weak_type)
+    assert back["above"].tolist() == [True, False, True]
+    assert bits(back) == bits(params)
+
+
 def test_a_number_of_python_stands_for_an_array_where_it_is_restored(tmp_path: Path) -> None:
     # As in the state that flax begins with, of which a compiled step makes an array.
     saved(state(optimizer={"step": jax.numpy.asarray(3), "on": jax.numpy.asarray(True)}), tmp_path / "run")
@@ -573,6 +586,9 @@ def resigned(directory: Path, file: str, text: str) -> Path:
         ("step.json", '{"schema": 1, "step": 3, "more": 1}'),
         ("step.json", '{"schema": 1, "step": 3, "ties": [["params/head"]]}'),
         ("step.json", '{"schema": 1, "step": 3, "weak": "params/head"}'),
+        ("step.json", '{"schema": 1, "step": 3, "weak": ["params/norm", "params/norm"]}'),
+        ("step.json", '{"schema": 1, "step": 3, "ties": [["params/head", "params/head"]]}'),
+        ("step.json", '{"schema": 1, "step": 3, "ties": [["params/head", "params/embedding"], ["params/head", "a"]]}'),
         ("schedule.json", '{"a": {"$float": "x"}}'),
         ("schedule.json", '{"a": {"$float": "0x1p99999"}}'),
         ("schedule.json", '{"a": {"$int": 1}}'),

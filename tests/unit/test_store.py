@@ -525,6 +525,14 @@ def test_no_version_is_skipped_repeated_or_gone_back_to() -> None:
     refused(old, six, sealed(rooted(5), R1, R2), kind=RollbackError, code="version-not-next")
 
 
+def test_a_version_that_is_named_twice_is_not_called_a_fork() -> None:
+    old, six = trusted(5), sealed(rooted(6), R1, R2)
+    for offered, told in (([six, six], "version 6 itself"), ([six, sealed(rooted(6, epochs={"a": 9}), R1, R2)], "ask")):
+        with pytest.raises(RollbackError) as caught:
+            update(old, *offered, now=NOW)
+        assert [(f.code, told in (f.hint or "")) for f in caught.value.findings] == [("version-not-next", True)]
+
+
 def test_the_old_root_must_sign() -> None:
     usurped = rooted(2, roots=(R3, R4))
     said = refused(
