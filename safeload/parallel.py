@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Generic, Self, TypeVar, cast
 
+from safeload.errors import StagingError
 from safeload.report import Progress
 
 _POLL_SECONDS = 0.1
@@ -90,7 +91,8 @@ class Crew:
         for _thread in self._threads:
             self._todo.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # else an interruption came before it was started
+                thread.join()
 
     def begin(self, items: Sequence[T], work: Callable[[T, Meter], R], *, size: Callable[[T], int]) -> Lot[R]:
         """Begin the work on a lot of items, and return what `finish` waits for.
@@ -102,14 +104,25 @@ class Crew:
             items: What to work on.
             work: Told the item and the meter, whose `advance` it calls after each piece.
             size: Bytes of an item.
+
+        Raises:
+            StagingError: The system gives not even one thread.
         """
         lot: Lot[R] = Lot(len(items))
         for index in sorted(range(len(items)), key=lambda index: size(items[index]), reverse=True):
             self._todo.put(partial(self._do, lot, index, items[index], work))
         while len(self._threads) < self._n_threads:
             thread = threading.Thread(target=self._work, name=f"safeload_{len(self._threads)}")
+            # Listed first: an interruption leaves no thread that nobody ends.
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as err:
+                self._threads.pop()
+                if self._threads:
+                    break  # fewer take longer
+                hint = "end other programs, or raise the limit of processes (ulimit -u)"
+                raise StagingError("the system gives no thread to work with", hint=hint) from err
         return lot
 
     def finish(self, lot: Lot[R], tell: Callable[[int], None]) -> list[R]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -143,7 +144,11 @@ def _run(arguments: list[str], out: Output) -> int:
         if not arguments and completion.is_asked():
             return completion.answer(app)
         # Not `app()`: that turns an interrupt into exit code 130 and a broken pipe into 1, which is a verdict here.
-        command = typer.main.get_command(_narrowed(arguments))
+        asked = _narrowed(arguments)
+        # In fewer columns the panels of `--help` cut the names of options to `--al...`; plain help wraps.
+        is_wide = shutil.get_terminal_size().columns >= _MIN_PANEL_COLUMNS
+        asked.rich_markup_mode = "rich" if is_wide or asked is app else None
+        command = typer.main.get_command(asked)
         with command.make_context("safeload", arguments) as context:
             return int(command.invoke(context) or 0)
     except RejectedError as err:
@@ -190,6 +195,9 @@ def _narrowed(arguments: Sequence[str]) -> typer.Typer:
     return narrow if narrow.registered_commands or narrow.registered_groups else app
 
 
+_MIN_PANEL_COLUMNS = 70
+"""The fewest columns in which the panels of help show the longest names of our options whole."""
+
 _FLAGS = frozenset({"-v", "--verbose"})
 """What may stand before a command."""
 
@@ -229,9 +237,10 @@ def _usage_error(out: Output, err: Any, arguments: Sequence[str]) -> int:
             out.note(message)
         return OperationalError.exit_code
     path = _command_path(arguments) if context is None else context.command_path
-    return out.no_verdict(
-        "usage", escape(message[:1].lower() + message[1:].rstrip("."), limit=1000), hint=f"try `{path} --help`"
-    )
+    hint = f"try `{path} --help`"
+    if path.endswith(" audit") and message.startswith("Option '--json' requires"):
+        hint = "the audit writes its report to a file: --json audit.json"  # the other commands' `--json` takes none
+    return out.no_verdict("usage", escape(message[:1].lower() + message[1:].rstrip("."), limit=1000), hint=hint)
 
 
 def _in_our_words(message: str, err: Any) -> str:

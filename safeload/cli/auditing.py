@@ -150,6 +150,11 @@ def _require_writable(outputs: Mapping[str, Path], directories: Sequence[Path], 
     taken: set[str] = set()
     for path in outputs.values():
         shown_path, place = escape(str(path)), _place(path)
+        if str(path) == _NO_MANIFEST:
+            raise ConfigError(
+                "a report goes to a file, and - is none: the output is for people",
+                hint="name a file, such as --json audit.json, and read that",
+            )
         if place in taken:
             raise ConfigError("two reports would be written to one file", hint="name a file for each")
         taken.add(place)

@@ -13,7 +13,7 @@ import typer
 from safeload.cli import fetching, options, signatures
 from safeload.cli.keys import claimed, read_secret_keys, require_absent
 from safeload.cli.output import Output
-from safeload.errors import ConfigError, RejectedError, escape
+from safeload.errors import ConfigError, RejectedError, ShardingError, escape
 from safeload.rendering import text
 from safeload.rendering.text import shown
 from safeload.report import SCHEMA_VERSION, Report
@@ -325,23 +325,29 @@ def load(
 
     from safeload import loading
 
-    with out.progress() as progress:
-        tree, taken = loading.load_and_report(
-            directory,
-            manifest=manifest,
-            trust=trust,
-            policy=policy,
-            # Where on a mesh a tensor belongs is the model's knowledge; the command puts it on JAX's default device.
-            shardings=(lambda _path, _shape: None) if jax else None,
-            memory_budget=budget,
-            pin=pin,
-            model=model,
-            revision=revision,
-            history=history,
-            purpose=purpose,
-            trust_pin=trust_pin,
-            progress=progress,
-        )
+    try:
+        with out.progress() as progress:
+            tree, taken = loading.load_and_report(
+                directory,
+                manifest=manifest,
+                trust=trust,
+                policy=policy,
+                # Where on a mesh a tensor belongs is the model's knowledge; this puts it on JAX's default device.
+                shardings=(lambda _path, _shape: None) if jax else None,
+                memory_budget=budget,
+                pin=pin,
+                model=model,
+                revision=revision,
+                history=history,
+                purpose=purpose,
+                trust_pin=trust_pin,
+                progress=progress,
+            )
+    except ShardingError as err:
+        if "jax_enable_x64" not in (err.hint or ""):
+            raise
+        # Nobody can call a function of the process that this command is; JAX reads its own variable.
+        raise ShardingError(err.message, hint="let JAX keep 64 bits: JAX_ENABLE_X64=1 safeload load ...") from err
     seconds = taken.seconds["total"]
     files = {path: list(_arrays(value, "")) for path, value in tree.items()}
     n_tensors = sum(map(len, files.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,6 +11,7 @@ import typer
 from safeload.cli import options, signatures
 from safeload.cli.keys import read_secret_keys, require_absent
 from safeload.cli.output import Output
+from safeload.errors import ConfigError, escape
 from safeload.rendering import text
 from safeload.rendering.text import shown
 from safeload.sizes import human_size
@@ -140,6 +142,9 @@ def diff(
 ) -> int:
     """Compare two checkpoints of any formats, tensor by tensor, by the digests of their values."""
     out = Output(json=json, verbose=verbose)
+    for side in (first, second):
+        if not os.path.lexists(side):
+            raise ConfigError(f"there is no directory and no manifest {escape(str(side))}", hint="check the path")
 
     from safeload import diffing
 

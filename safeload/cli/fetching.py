@@ -158,12 +158,10 @@ def fetch(
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="the directory to make", show_default=False)],
-    manifest: Annotated[
-        Path | None, typer.Option("-m", "--manifest", metavar="MANIFEST", help="the signed manifest")
-    ] = None,
+    manifest: options.OptionalManifest = None,
     trust: Annotated[
         list[Path] | None,
-        typer.Option("--trust", metavar="TRUST", help="a public key or a trust store; repeatable"),
+        typer.Option("--trust", metavar="TRUST", help="a public key or a trust store; repeatable", readable=False),
     ] = None,
     mirror: Annotated[
         list[str] | None,
@@ -204,6 +202,8 @@ def fetch(
 ) -> int:
     """Bring a signed checkpoint whole, or not at all, from mirrors that may lie."""
     out = Output(json=json, verbose=verbose)
+    for place in (source, *(mirror or ())):
+        _require_place(place)
     rate = None if bandwidth is None else parse_size(bandwidth)
     reach = Reach(hf_endpoint, token_file, allow_private, allow_http)
     expected: Expectations = {
@@ -234,24 +234,39 @@ def fetch(
     if dry_run:
         plan = engine.plan(directory, manifest=manifest, trust=trust, policy=policy, **expected)
         return _show_plan(out, plan.missing, n_present=len(plan.present), facts=plan.facts)
-    with _Watcher(out) as watcher:
-        report = engine.fetch_and_report(
-            source,
-            directory,
-            manifest=manifest,
-            trust=trust,
-            mirrors=mirror or [],
-            policy=policy,
-            access=reach.access(source, connections),
-            incremental=incremental,
-            reuse=reuse or [],
-            connections=connections,
-            bandwidth=rate,
-            progress=watcher.progress,
-            watch=watcher.watch,
-            **expected,
-        )
+    watcher = _Watcher(out)
+    try:
+        with watcher:
+            report = engine.fetch_and_report(
+                source,
+                directory,
+                manifest=manifest,
+                trust=trust,
+                mirrors=mirror or [],
+                policy=policy,
+                access=reach.access(source, connections),
+                incremental=incremental,
+                reuse=reuse or [],
+                connections=connections,
+                bandwidth=rate,
+                progress=watcher.progress,
+                watch=watcher.watch,
+                **expected,
+            )
+    except KeyboardInterrupt:
+        if watcher.n_arrived:
+            out.note("safeload: the pieces that were verified are kept: the same command goes on from there")
+        raise
     return out.report(report, note=_fetch_note(report, directory))
+
+
+def _require_place(source: str) -> None:
+    """Complain of a source that is neither a URL nor there: most often an address whose scheme was left out."""
+    if not is_remote(source) and not os.path.lexists(source):
+        raise ConfigError(
+            f"there is no directory {escape(source)}",
+            hint="check the path; the address of a server begins with https://, that of a repository with hf://",
+        )
 
 
 def _fetch_note(report: Report, directory: Path) -> str | None:
@@ -372,6 +387,11 @@ class _Watcher:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    @property
+    def n_arrived(self) -> int:
+        """How many verified bytes came from mirrors."""
+        return self._arrived.nbytes
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Be told how many bytes of all are there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,13 +51,31 @@ def _require_directory(path: Path) -> Path:
     return path
 
 
+# `readable=False`, here and below: whoever opens a path says why it cannot be read and what to do; the parser of the
+# command line would say only that it is so.
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="the checkpoint", show_default=False, callback=_require_directory)
+    Path,
+    typer.Argument(
+        metavar="DIR", help="the checkpoint", show_default=False, callback=_require_directory, readable=False
+    ),
 ]
 Paths = Annotated[
     list[str],
     typer.Argument(metavar="PATH...", help="files and directories, or URLs: https://, hf://", show_default=False),
 ]
+
+
+_URL = re.compile(r"(https?|hf):/", re.IGNORECASE)
+"""How a URL begins that was made a path of, which has one slash for two."""
+
+
+def _require_local(given: Path | None) -> Path | None:
+    if given is not None and _URL.match(str(given)):
+        raise ConfigError(
+            f"expected a manifest that lies here, found the URL {escape(str(given).replace(':/', '://', 1))}",
+            hint="download it first, by any way: its signature says whether it is right; then -m FILE",
+        )
+    return given
 
 
 def complete_policy(incomplete: str) -> list[str]:
@@ -77,11 +96,32 @@ Policy = Annotated[
     ),
 ]
 Manifest = Annotated[
-    Path, typer.Option("-m", "--manifest", metavar="MANIFEST", help="the signed manifest", show_default=False)
+    Path,
+    typer.Option(
+        "-m",
+        "--manifest",
+        metavar="MANIFEST",
+        help="the signed manifest",
+        show_default=False,
+        callback=_require_local,
+        readable=False,
+    ),
+]
+OptionalManifest = Annotated[
+    Path | None,
+    typer.Option(
+        "-m", "--manifest", metavar="MANIFEST", help="the signed manifest", callback=_require_local, readable=False
+    ),
 ]
 Trust = Annotated[
     list[Path],
-    typer.Option("--trust", metavar="TRUST", help="a public key or a trust store; repeatable", show_default=False),
+    typer.Option(
+        "--trust",
+        metavar="TRUST",
+        help="a public key or a trust store; repeatable",
+        show_default=False,
+        readable=False,
+    ),
 ]
 BundleTrust = Annotated[
     list[Path] | None,
@@ -90,6 +130,7 @@ BundleTrust = Annotated[
         metavar="TRUST",
         help="a public key, a trust store or, for a bundle, certificates; repeatable",
         show_default=False,
+        readable=False,
     ),
 ]
 SigstoreWho = Annotated[

@@ -564,6 +564,11 @@ def _read(path: Path, limit: int | None = None) -> bytes:
         raise ConfigError(f"cannot read {escape(str(path))}: {reason(err)}", hint="check the path") from err
     if len(data) > most:
         raise ConfigError(f"{escape(str(path))}: expected at most {most} bytes, found more", hint="check the path")
+    if limit is None and data.startswith(b"-----BEGIN "):
+        raise ConfigError(
+            f"{escape(str(path))}: expected a trust store, found a key (PEM)",
+            hint="`safeload trust init` makes a store; a public key can do without one: verify --trust KEY.pub",
+        )
     return data
 
 

@@ -597,7 +597,11 @@ class _Rooms:
         self._moved_at = 0.0
 
     def take(self, alive: Callable[[], object]) -> _Room:
-        """Return a room, waiting for one; what `alive` raises ends that."""
+        """Return a room, waiting for one; what `alive` raises ends that.
+
+        Raises:
+            StagingError: There is no memory for it.
+        """
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
@@ -618,8 +622,9 @@ class _Rooms:
             return self._free.pop()
         if self._n_unmade:
             # Made with its first use, so that what fetches little takes little.
+            room = _Room(aligned_memory(CHUNK_BYTES), is_large=True)
             self._n_unmade -= 1
-            return _Room(aligned_memory(CHUNK_BYTES), is_large=True)
+            return room
         if self._kept and time.monotonic() - self._moved_at > _POLL_SECONDS:
             # The last one kept is the one that is read last.
             _, room = self._kept.popitem()
@@ -969,7 +974,7 @@ class _Fetch:
         partial = self._area.open_partial(entry)
         try:
             good = partial.recheck(alive)
-            good |= self._seeded(partial, good, alive)
+            good |= self._seeded(partial, good, meter)
             arrival = _Arrival(entry, good, alive, lambda at: self._rooms.pass_by(entry.path, at, entry.size))
             kept = sum(len(chunk_range(entry, index)) for index in good)
             meter.advance(kept)
@@ -977,16 +982,18 @@ class _Fetch:
             if kept:
                 self._tell("kept", entry.path, done=kept, size=entry.size)
             work = self._piece if chunk_digests(entry) else self._whole
-            futures = [self._pool.submit(work, partial, index, arrival, meter) for index in arrival.missing]
+            futures: list[Future[None]] = []
             at_hand = functools.partial(self._rooms.lend, entry.path)
             try:
+                # One by one: those that were begun are waited for also where another cannot be.
+                futures.extend(self._submit(work, partial, index, arrival, meter) for index in arrival.missing)
                 with self._stream(os.dup(partial.fd), entry, arrival.advance, at_hand) as stream:
                     report = self._judge(entry, _Following(stream, arrival), stream)
             finally:
                 # Pieces that can be had are worth having even if another can not: the next run keeps them.
                 arrival.not_read()
                 self._rooms.forget(entry.path)
-                self._await(futures, alive)
+                _wait_for(futures, alive)
                 self._rooms.forget(entry.path)
             if report.findings:
                 sender = lambda place: os.rename(partial.name, place, src_dir_fd=self._area.partial_fd)  # noqa: E731
@@ -999,19 +1006,28 @@ class _Fetch:
         finally:
             partial.close()
 
-    def _await(self, futures: Sequence[Future[None]], alive: Callable[[], object]) -> None:
-        pending = set(futures)
+    def _submit(
+        self,
+        work: Callable[[PartialFile, int, _Arrival, Meter], None],
+        partial: PartialFile,
+        index: int,
+        arrival: _Arrival,
+        meter: Meter,
+    ) -> Future[None]:
+        """Have a piece fetched by some thread; whatever ends that early ends the waiting for the piece too."""
+
+        def told() -> None:
+            try:
+                work(partial, index, arrival, meter)
+            except BaseException as err:
+                # Nobody looks at this thread before the file was read, and who reads it waits for this piece.
+                arrival.failed(err if isinstance(err, Exception) else StagingError("interrupted"))
+                raise
+
         try:
-            while pending:
-                done, pending = wait(pending, timeout=_POLL_SECONDS)
-                for future in done:
-                    future.result()
-                alive()
-        finally:
-            for future in pending:
-                future.cancel()
-            # The file is closed next, and its number may then be another file's.
-            wait(pending)
+            return self._pool.submit(told)
+        except RuntimeError as err:  # the system has no thread for us
+            raise StagingError(f"cannot begin to fetch {escape(partial.entry.path)}: {reason(err)}") from err
 
     def _stream(
         self,
@@ -1034,9 +1050,16 @@ class _Fetch:
             parsed = refused(parsed, FormatError(*findings))
         return file_report(entry.path, kind, stream.size, parsed, sha256)
 
-    def _seeded(self, partial: PartialFile, good: Collection[int], alive: Callable[[], object]) -> set[int]:
+    def _seeded(self, partial: PartialFile, good: Collection[int], meter: Meter) -> set[int]:
         """Take what has the signed digest from the file in this one's place, and from other revisions."""
         entry = partial.entry
+
+        @contextlib.contextmanager
+        def lend() -> Iterator[memoryview]:
+            # Of the same few as for what arrives: one for each file at a time would be twice the memory.
+            with self._room(min(CHUNK_BYTES, entry.size), meter) as room, memoryview(room.memory) as memory:
+                yield memory
+
         missing = set(range(len(chunk_digests(entry)))) - set(good)
         taken: set[int] = set()
         for root in (self.root, *self._seeds):
@@ -1049,7 +1072,7 @@ class _Fetch:
                     continue
                 try:
                     if os.fstat(fd).st_size == entry.size:
-                        found = partial.seed(fd, sorted(missing), alive)
+                        found = partial.seed(fd, sorted(missing), lambda: meter.advance(0), lend)
                         taken |= found
                         missing -= found
                 finally:
@@ -1358,6 +1381,21 @@ class _Fetch:
             raise FetchError(f"{shown}: {escape(str(err))}", mirror=mirror.name) from err
         if got < len(where):
             raise FetchError(f"{shown}: expected {len(where)} bytes, found {got}", mirror=mirror.name)
+
+
+def _wait_for(futures: Sequence[Future[None]], alive: Callable[[], object]) -> None:
+    """Wait until all pieces of a file were dealt with, or, where something ends that, until none is being written."""
+    pending = set(futures)
+    try:
+        while pending:
+            done, pending = wait(pending, timeout=_POLL_SECONDS)
+            for future in done:
+                future.result()
+            alive()
+    finally:
+        # The file is closed next, and its number may then be another file's. Those that could be canceled never
+        # begin: to wait for one would have no end where a second Ctrl-C had the pool forget it first.
+        wait([future for future in pending if not future.cancel()])
 
 
 def _lie(entry: FileEntry, index: int, found: bytes) -> _Lie | None:

@@ -667,6 +667,7 @@ def _aside(
     Raises:
         BaseException: What the call raised.
         TimeoutError: It took longer.
+        FetchError: There is no thread to be had.
     """
     answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
     is_left = threading.Event()
@@ -687,7 +688,10 @@ def _aside(
             clear_away()
 
     # A daemon: the process does not wait for it either.
-    threading.Thread(target=work, name="safeload-connect", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="safeload-connect", daemon=True).start()
+    except RuntimeError as why:  # the system has no thread for us
+        raise FetchError(f"cannot connect: {reason(why)}", hint="use fewer --connections") from why
     until = None if timeout is None else time.monotonic() + timeout
     try:
         value, err = _awaited(answer, until)

@@ -85,8 +85,15 @@ def chunk_range(entry: FileEntry, index: int) -> range:
 
 
 def aligned_memory(nbytes: int) -> mmap.mmap:
-    """Return memory that can be written to disk past the page cache: it begins with a page."""
-    return mmap.mmap(-1, nbytes)
+    """Return memory that can be written to disk past the page cache: it begins with a page.
+
+    Raises:
+        StagingError: There is none.
+    """
+    try:
+        return mmap.mmap(-1, nbytes)
+    except OSError as err:
+        raise StagingError(f"cannot take {human_size(nbytes)} of memory: {reason(err)}") from err
 
 
 class Disk:
@@ -193,7 +200,13 @@ class PartialFile:
                 good.add(index)
         return good
 
-    def seed(self, other: int, missing: Iterable[int], alive: Callable[[], object]) -> set[int]:
+    def seed(
+        self,
+        other: int,
+        missing: Iterable[int],
+        alive: Callable[[], object],
+        room: Callable[[], contextlib.AbstractContextManager[memoryview]],
+    ) -> set[int]:
         """Take chunks from another file where they have the signed digest, and return which.
 
         Blocks are shared where the file system can do that (reflink), else copied. A hard link is never made: whoever
@@ -203,23 +216,23 @@ class PartialFile:
             other: Descriptor of a file of the same length.
             missing: Chunks to look for, each at its own place.
             alive: Called after each chunk; what it raises ends the work.
+            room: Lends memory for the longest chunk, for as long as one is looked at.
 
         Raises:
             StagingError: There is no room, or the other file cannot be read.
         """
         digests = chunk_digests(self.entry)
         taken: set[int] = set()
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, self.entry.size)))
         for index in missing:
             alive()
             where = chunk_range(self.entry, index)
-            room = buffer[: len(where)]
-            if _read(other, room, where.start, self.entry.path) != len(where):
-                continue
-            if hashlib.sha256(room).digest() != digests[index]:
-                continue
-            if not _clone(other, self.fd, where):
-                self.write(where.start, room)
+            with room() as memory, memory[: len(where)] as chunk:
+                if _read(other, chunk, where.start, self.entry.path) != len(where):
+                    continue
+                if hashlib.sha256(chunk).digest() != digests[index]:
+                    continue
+                if not _clone(other, self.fd, where):
+                    self.write(where.start, chunk)
             taken.add(index)
         return taken
 
@@ -295,7 +308,9 @@ class Tree:
 
     def close(self) -> None:
         """Close the directory."""
-        os.close(self.fd)
+        # A thread that a second Ctrl-C left behind must not take what gets this number next for it.
+        fd, self.fd = self.fd, -1
+        os.close(fd)
 
 
 class WorkArea:

@@ -349,6 +349,21 @@ def test_ctrl_c_ends_a_fetch_from_a_server_that_says_nothing(signed: Signed, tmp
     assert not (tmp_path / "ckpt").exists()
 
 
+@pytest.mark.parametrize("kind", ["piece", "kept"])
+def test_ctrl_c_says_that_what_arrived_is_kept(
+    run: Run, signed: Signed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    def interrupted(*_: object, watch: Callable[[FetchEvent], None], **__: object) -> None:
+        watch(FetchEvent(kind, "one", done=100, size=200))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safeload.fetching.fetch.fetch_and_report", interrupted)
+    done = run("fetch", signed.folder, tmp_path / "new", *signed.options)
+    assert done.code == 2
+    assert done.stderr.splitlines()[-1] == "safeload: interrupted"
+    assert ("the same command goes on from there" in done.stderr) == (kind == "piece")
+
+
 def test_ctrl_c_ends_a_fetch_that_waits_for_the_bandwidth(run: Run, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "one").write_bytes(shard(n=3_000_000))

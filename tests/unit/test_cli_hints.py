@@ -233,3 +233,73 @@ def test_a_summary_explains_no_option() -> None:
 def test_help_of_the_whole_names_verbose() -> None:
     whole = typer.main.get_command(cli.app)
     assert any("--verbose" in param.opts for param in whole.params)
+
+
+@pytest.mark.parametrize("command", ["verify ck", "load ck", "fetch ck new"])
+def test_a_manifest_by_its_url_is_told_to_be_downloaded(run: Run, command: str) -> None:
+    done = run(f"{command} -m https://mirror.example/m.json --trust k.pub")
+    assert done.code == 2
+    assert "expected a manifest that lies here, found the URL https://mirror.example/m.json" in done.stderr
+    assert "hint: download it first" in done.stderr
+
+
+@pytest.mark.parametrize("place", ["mirror.example/model", "nope"])
+@pytest.mark.parametrize("given", ["{} new", "ck new --mirror {}", "{} new --unsigned"])
+def test_a_source_that_is_not_there_may_lack_its_scheme(run: Run, given: str, place: str) -> None:
+    signed = "" if "--unsigned" in given else SIGNED
+    done = run(f"fetch {given.format(place)} {signed}")
+    assert done.code == 2
+    assert done.stderr.splitlines()[0] == f"safeload: error: there is no directory {place}"
+    assert "begins with https://" in done.stderr
+
+
+def test_a_file_that_may_not_be_read_is_told_by_whoever_opens_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # For the parser of the command line nothing is readable; root, who runs tests in containers, may read anything.
+    monkeypatch.setattr("os.access", lambda *_args, **_more: False)
+    assert run(f"verify ck {SIGNED}").code == 0
+
+
+def test_an_audit_has_no_report_on_stdout(run: Run) -> None:
+    done = run("audit ck --json")
+    assert done.code == 2
+    assert done.stderr.endswith("safeload: hint: the audit writes its report to a file: --json audit.json\n")
+    for option in ("--json", "--sarif", "--write-baseline"):
+        done = run(f"audit ck {option} -")
+        assert (done.code, Path("-").exists()) == (2, False)
+        assert "a report goes to a file, and - is none" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["trust show k.pub", "trust update k.pub k.pub", "trust sign k.pub --key k"])
+def test_a_key_in_the_place_of_a_trust_store_is_called_one(run: Run, command: str) -> None:
+    done = run(command)
+    assert done.code == 2
+    assert done.stderr.splitlines()[0] == "safeload: error: k.pub: expected a trust store, found a key (PEM)"
+    assert "`safeload trust init` makes a store" in done.stderr
+
+
+def test_a_side_of_a_comparison_that_is_not_there_is_told(run: Run) -> None:
+    done = run("diff ck nope --trust k.pub")
+    assert (done.code, done.stderr.splitlines()[0]) == (
+        2,
+        "safeload: error: there is no directory and no manifest nope",
+    )
+
+
+def test_numbers_that_jax_would_narrow_come_with_what_can_be_typed(run: Run) -> None:
+    Path("wide").mkdir()
+    np.save("wide/w.npy", np.ones(3, np.int64))
+    assert run("sign wide --key k -o wide.json").code == 0
+    done = run("load wide -m wide.json --trust k.pub --jax")
+    assert done.code == 2
+    assert done.stderr.endswith("safeload: hint: let JAX keep 64 bits: JAX_ENABLE_X64=1 safeload load ...\n")
+
+
+@pytest.mark.parametrize("columns", [24, 40, 69, 70, 80])
+def test_help_shows_whole_names_of_options_in_any_width(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for path in COMMANDS:
+        shown = run(f"{path} --help").stdout
+        for name in options_of(path):
+            assert not name.startswith("--") or name in shown, path

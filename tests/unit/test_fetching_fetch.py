@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,91 @@ def test_rooms_of_files_that_cannot_be_had_are_free_for_others(
     assert {finding.code for finding in report.all_findings} == {"digest-mismatch"}
     (rooms,) = taken
     assert len(rooms._free) + rooms._n_unmade == 3
+
+
+def impatient(seconds: float) -> Callable[..., None]:
+    """Return a `progress` that ends a fetch which goes on for too long."""
+    until = time.monotonic() + seconds
+
+    def look(*_: object) -> None:
+        assert time.monotonic() < until, "nothing ended it"
+
+    return look
+
+
+@pytest.mark.parametrize("error", [StagingError("cannot take 16 MiB of memory"), MemoryError()])
+def test_a_fetch_ends_where_there_is_no_memory_for_a_piece(
+    tmp_path: Path, sample: Sample, client: Client, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def none(_: int) -> mmap.mmap:
+        raise error
+
+    monkeypatch.setattr(fetching, "aligned_memory", none)
+    target = tmp_path / "model"
+    with HostileServer(sample.files) as server, pytest.raises(type(error)) as caught:
+        bring(sample, target, client, [server], progress=impatient(10))
+    assert caught.value is error
+    assert_nothing_published(target)
+
+
+def test_a_room_that_could_not_be_made_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: int) -> mmap.mmap:
+        raise StagingError("no memory")
+
+    rooms = fetching._Rooms()
+    with monkeypatch.context() as patch:
+        patch.setattr(fetching, "aligned_memory", none)
+        with pytest.raises(StagingError):
+            rooms.take(lambda: None)
+    made = [rooms.take(impatient(5)) for _ in range(3)]
+    assert len({id(room) for room in made}) == 3
+
+
+def test_a_system_without_threads_for_us_is_told_in_our_words(
+    tmp_path: Path, sample: Sample, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "safeload-fetch_1":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    target = tmp_path / "model"
+    with HostileServer(sample.files) as server, pytest.raises(StagingError, match="can't start new thread"):
+        bring(sample, target, client, [server], progress=impatient(10))
+    assert_nothing_published(target)
+
+
+def test_pieces_that_a_second_interruption_canceled_are_not_waited_for() -> None:
+    """Of two, one is being fetched and one waits; the pool is shut down while both are waited for."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def ended() -> None:
+        if begun.is_set():
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    def wait_for_all(futures: Sequence[Future[None]]) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            fetching._wait_for(futures, ended)
+
+    pool = ThreadPoolExecutor(1)
+    futures = [pool.submit(work), pool.submit(work)]
+    assert begun.wait(10)
+    pool.shutdown(wait=False, cancel_futures=True)
+    waiting = threading.Thread(target=wait_for_all, args=(futures,), daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    # The one that is being fetched still writes to its file.
+    assert waiting.is_alive()
+    go_on.set()
+    waiting.join(5)
+    assert not waiting.is_alive()
 
 
 def test_what_is_fetched_has_ordinary_permissions(tmp_path: Path, sample: Sample, client: Client) -> None:
@@ -1241,6 +1327,36 @@ def test_another_revision_saves_what_is_unchanged_and_is_not_linked_to(
         ("config.json", "bytes=0"),
     ]
     assert {p.stat().st_nlink for p in target.rglob("*") if p.is_file()} == {1}
+
+
+def test_many_files_are_looked_at_in_other_revisions_with_memory_for_a_few(
+    tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = partial._read
+    most = at_work = 0
+    lock = threading.Lock()
+
+    def slow(fd: int, memory: memoryview, offset: int, path: str) -> int:
+        nonlocal most, at_work
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.05)
+        try:
+            return real(fd, memory, offset, path)
+        finally:
+            with lock:
+                at_work -= 1
+
+    monkeypatch.setattr(partial, "_read", slow)
+    files = {f"tensor0000{i}_000": array_pickle(i, 3 * CHUNK_BYTES) for i in range(6)}
+    published = make_sample(tmp_path / "published", files)
+    with HostileServer(published.files) as server:
+        report = bring(published, tmp_path / "model", client, [server], reuse=[tmp_path / "published"])
+        assert server.requests == []
+    assert report.facts["fetch"]["kept_bytes"] == sum(map(len, files.values()))
+    assert read_all(tmp_path / "model") == files
+    assert 1 <= most <= 3
 
 
 def test_a_plan_asks_nobody_writes_nothing_and_believes_no_file(tmp_path: Path, sample: Sample) -> None:

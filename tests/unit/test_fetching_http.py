@@ -71,6 +71,23 @@ def test_a_range_is_exactly_the_bytes_that_were_asked_for(client: Client, start:
     assert "cookie" not in sent
 
 
+def test_a_system_without_threads_for_us_is_told_in_our_words(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "safeload-connect":
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    with HostileServer({"file": DATA}) as server:
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(FetchError, match="can't start new thread") as caught:
+            read(client, server, 0, SIZE, size=SIZE)
+        monkeypatch.setattr(threading.Thread, "start", real)
+        assert caught.value.mirror == f"{server.url}/file"
+        assert read(client, server, 0, SIZE, size=SIZE) == DATA
+
+
 def test_nothing_is_asked_for_an_empty_range(client: Client) -> None:
     with HostileServer({"file": DATA}) as server:
         assert read(client, server, 5, 5) == b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -17,6 +18,7 @@ from safeload.errors import ConfigError, StagingError
 from safeload.fetching import partial
 from safeload.fetching.partial import (
     MARGIN_BYTES,
+    Tree,
     WorkArea,
     chunk_digests,
     chunk_range,
@@ -120,6 +122,28 @@ def test_verified_chunks_leave_the_page_cache_as_it_is(tmp_path: Path, area: Wor
     assert len(DATA) % 4096
     assert path.read_bytes() == DATA
     assert made.recheck(nothing) == {0, 1, 2, 3}
+    made.close()
+
+
+def test_memory_that_there_is_not_is_an_error_of_ours() -> None:
+    with pytest.raises(StagingError, match=r"cannot take .* of memory"):
+        partial.aligned_memory(1 << 62)
+
+
+def test_nothing_is_put_into_a_tree_that_is_closed(tmp_path: Path, area: WorkArea) -> None:
+    made = area.open_partial(entry())
+    tree = Tree(os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY), "model")
+    number = tree.fd
+    tree.close()
+    # Something else gets its number.
+    other = os.open(area.path, os.O_RDONLY | os.O_DIRECTORY)
+    if other != number:
+        os.dup2(other, number)
+        os.close(other)
+    with pytest.raises(StagingError, match="cannot put a"):
+        tree.place(area.partial_fd, made.name, "a", sync=False)
+    assert not (area.path / "a").exists()
+    os.close(number)
     made.close()
 
 
@@ -278,7 +302,9 @@ def test_chunks_of_another_file_are_taken_where_they_are_the_signed_ones(
     (tmp_path / "other").write_bytes(other)
     made = area.open_partial(entry())
     with (tmp_path / "other").open("rb") as file:
-        assert made.seed(file.fileno(), range(4), nothing) == {0, 1, 3}
+        memory = memoryview(bytearray(CHUNK_BYTES))
+        taken = made.seed(file.fileno(), range(4), nothing, lambda: contextlib.nullcontext(memory))
+    assert taken == {0, 1, 3}
     assert made.recheck(nothing) == {0, 1, 3}
     assert os.fstat(made.fd).st_ino != (tmp_path / "other").stat().st_ino
     made.close()

@@ -116,6 +116,7 @@ def test_nothing_makes_an_object_past_its_constructor() -> None:
                 "errors.py",
                 "expecting.py",
                 "explaining.py",
+                "interchange.py",
                 "loading.py",
                 "publishing.py",
                 "scanning.py",

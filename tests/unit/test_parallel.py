@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from safeload import parallel
+from safeload.errors import StagingError
 from safeload.parallel import Crew, Meter, run
 
 
@@ -145,3 +147,24 @@ def test_an_interruption_at_any_moment_ends_the_run() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout) > 20
+
+
+@pytest.mark.parametrize("n_given", [0, 1])
+def test_what_the_system_gives_of_threads_has_to_do(monkeypatch: pytest.MonkeyPatch, n_given: int) -> None:
+    start = threading.Thread.start
+    given: list[threading.Thread] = []
+
+    def stingy(thread: threading.Thread) -> None:
+        if len(given) == n_given:
+            raise RuntimeError("can't start new thread")
+        given.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", stingy)
+    options: dict[str, Any] = {"size": int, "threads": 4, "phase": "counting", "progress": None}
+    if n_given:
+        assert run([1, 2, 3], lambda item, _: item * 2, **options) == [2, 4, 6]
+    else:
+        with pytest.raises(StagingError, match="no thread") as caught:
+            run([1, 2, 3], lambda item, _: item * 2, **options)
+        assert caught.value.hint is not None
