@@ -363,12 +363,15 @@ class Policy(_Model):
             lines: What to write there: `key = value`; for a table that may be there already, in words.
         """
         separator = "\n" if table.startswith("[[") else " "
+        is_own = self.is_derived or self.source not in dict(shipped_policies())
+        whose = f"policy {self.name}" if is_own else f'a policy of your own that extends = "{self.name}"'
+        return separator.join([f"{whose} can admit it:", self.table_to_widen(table), *lines])
+
+    def table_to_widen(self, table: str) -> str:
+        """Return what a table of a policy that stands alone is called in the one that the user can write to."""
         if self.is_derived or self.source in dict(shipped_policies()):
-            table = table.replace("[[", "[[widen.") if table.startswith("[[") else table.replace("[", "[widen.")
-            whose = f"policy {self.name}" if self.is_derived else f'a policy of your own that extends = "{self.name}"'
-        else:
-            whose = f"policy {self.name}"
-        return separator.join([f"{whose} can admit it:", table, *lines])
+            return table.replace("[[", "[[widen.") if table.startswith("[[") else table.replace("[", "[widen.")
+        return table
 
     @property
     def source(self) -> str:

@@ -14,7 +14,7 @@ _UNITS = {"": 1, "b": 1} | {
 }
 """Bytes a unit, by its lower-case spelling. A bare "G" is left out: people mean 1000**3 and 1024**3 by it."""
 
-_SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?)\s?(?P<unit>[A-Za-z]*)")
+_SIZE = re.compile(r"(?P<number>([0-9]{1,20}|[0-9]{1,3}(,[0-9]{3}){1,6})(\.[0-9]{1,9})?)\s?(?P<unit>[A-Za-z]*)")
 
 MAX_SIZE_BYTES = 2**63 - 1
 """What the operating system can count; more is a mistake."""
@@ -24,7 +24,8 @@ def parse_size(text: str | int) -> int:
     """Return the number of bytes that `text` states: `8GiB`, `500MB`, `1.5 TiB` or a plain number of bytes.
 
     Args:
-        text: A number and a unit, in any case: kB, MB, GB, TB, PB are powers of 1000, KiB ... PiB of 1024.
+        text: A number and a unit, in any case: kB, MB, GB, TB, PB are powers of 1000, KiB ... PiB of 1024. Commas may
+            divide thousands, as in our own messages.
 
     Raises:
         ConfigError: It is no size, is not a whole number of bytes, is zero, or is more than 2**63 - 1.
@@ -35,7 +36,7 @@ def parse_size(text: str | int) -> int:
         raise ConfigError(
             f"{escape(str(text))!r} is no size", hint="write for example 8GiB, 500MB or a number of bytes"
         )
-    size = Fraction(match["number"]) * factor
+    size = Fraction(match["number"].replace(",", "")) * factor
     if size.denominator != 1 or not 0 < size <= MAX_SIZE_BYTES:
         raise ConfigError(
             f"{escape(str(text))!r} is no size: expected a whole number of bytes from 1 to 2**63 - 1",

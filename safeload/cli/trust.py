@@ -327,8 +327,10 @@ def _up_to(old: TrustStore, offered: Sequence[bytes]) -> int:
 
     done = max((number for number, data in enumerate(offered, 1) if is_version(old, data)), default=0)
     try:
-        # Whoever mixed up the order must not hear that there is nothing to do: `update` says what is wrong.
-        return done if all(SignedStore.parse(data).store.version <= old.version for data in offered[:done]) else 0
+        # Whoever mixed up the order, or has a fork, must not hear that there is nothing to do: `update` says what is
+        # wrong.
+        come_before = (data for data in offered[:done] if not is_version(old, data))
+        return done if all(SignedStore.parse(data).store.version < old.version for data in come_before) else 0
     except VerificationError:
         return 0
 

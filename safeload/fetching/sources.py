@@ -530,9 +530,10 @@ class FsspecSource:
         try:
             self._system, self._root = fsspec.url_to_fs(self._url)
         except Exception as err:  # drivers raise what they like; so below
-            raise ConfigError(
-                f"cannot use {escape(url)}: {reason(err)}", hint="install the driver: s3fs for s3://, gcsfs for gs://"
-            ) from err
+            lacks_driver = isinstance(err, ImportError | ValueError)
+            hint = "install the driver: s3fs for s3://, gcsfs for gs://" if lacks_driver else "check the URL"
+            why = reason(err) or type(err).__name__
+            raise ConfigError(f"cannot use {escape(url)}: {why}", hint=hint) from err
 
     def read(self, path: str, start: int, stop: int, size: int, *, etag: str | None = None) -> Iterator[bytes]:
         """Yield the bytes [start, stop) of a file, a range at a time; see `Source.read`."""

@@ -322,6 +322,12 @@ def test_a_refused_update_leaves_the_store_as_it_was(run: Run, store: Path, make
     assert make != "fork" or "hint: this is another version 1 than yours" in done.stderr
 
 
+def test_a_fork_before_the_own_version_is_not_passed_over(run: Run, store: Path) -> None:
+    run(INIT.replace("t.json", "fork").replace("xai", "evil"), "--sign r1 --sign r2")
+    done = run("trust update", store, "fork", store)
+    assert (done.code, done.last) == (1, "rejected: version-not-next in fork")
+
+
 def test_the_same_update_can_be_run_again_and_changes_nothing(run: Run, store: Path) -> None:
     run("trust add", store, "-o n --epoch a=2 --sign r1 --sign r2")
     run("trust add n -o m --epoch a=3 --sign r1 --sign r2")

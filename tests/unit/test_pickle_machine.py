@@ -70,6 +70,20 @@ def test_a_finding_comes_before_the_end_of_a_broken_stream() -> None:
     assert type(refusal(stream)) is PolicyError
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("collections.defaultdict", "save `dict(x)` instead"),
+        ("collections.deque", "save `list(x)` instead"),
+        ("model.QuantizedWeight8bits", "[[widen.pickle.records]]"),
+    ],
+)
+def test_a_refused_global_comes_with_what_to_do(path: str, hint: str) -> None:
+    module, _, name = path.rpartition(".")
+    (finding,) = refusal(op.GLOBAL(module, name) + b".").findings
+    assert hint in (finding.hint or "")
+
+
 def test_all_globals_are_told_in_order_of_first_use_and_once() -> None:
     stream = P4 + w.glob("b", "c") + w.glob("a", "b") + w.glob("b", "c") + w.glob("numpy", "dtype") + b"000."
     parsed = parse(stream)

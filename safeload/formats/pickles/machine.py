@@ -17,7 +17,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NoReturn, TypeAlias
+from typing import ClassVar, Final, NoReturn, TypeAlias
 
 from safeload.errors import Finding, FormatError, LimitError, PolicyError, RejectedError, escape
 from safeload.formats import WINDOW_BYTES, Parsed, Source
@@ -65,6 +65,13 @@ MAX_FINDINGS = 64
 
 MAX_INTEGER_BYTES = 32
 """Size of an integer: 256 bits, twice what the largest honest one (a random generator's state) has."""
+
+_INSTEAD: Final = {
+    "collections.Counter": "save `dict(x)` instead",
+    "collections.defaultdict": "save `dict(x)` instead: what it makes of a key that is not there is code",
+    "collections.deque": "save `list(x)` instead",
+}
+"""Containers of the standard library that hold plain data and are none."""
 
 _BUILTINS = frozenset({"__builtin__", "builtins"})
 """What Python 2 and Python 3 call the module of what needs no import."""
@@ -721,7 +728,7 @@ class Machine:
             )
             hint = (
                 f"the nearest that policy {self.policy.name} allows is {close[0]}; if this is a class of plain fields, "
-                "a policy can declare it under [[pickle.records]]"
+                f"a policy can declare it under {self.policy.table_to_widen('[[pickle.records]]')}"
                 if close
                 else None
             )
@@ -739,9 +746,9 @@ class Machine:
             )
         return REFUSED
 
-    def _advice(self, full: str) -> str | None:  # noqa: ARG002 - a kind of file may know better
+    def _advice(self, full: str) -> str | None:
         """Say what to do about a global that no policy can allow, where that is known."""
-        return None
+        return _INSTEAD.get(full)
 
     def _reduce(self) -> None:
         args = self._pop()

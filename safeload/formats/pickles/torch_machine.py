@@ -59,7 +59,7 @@ class TorchMachine(Machine):
         return (*plain[:_BINPERSID], TorchMachine._binpersid, *plain[_BINPERSID + 1 :])
 
     def _advice(self, full: str) -> str | None:
-        return advice(full)
+        return advice(full) or super()._advice(full)
 
     def _check_end(self, end: int) -> None:
         self.end = end
