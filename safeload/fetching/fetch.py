@@ -1332,9 +1332,9 @@ class _Fetch:
         if not is_known and where.start and err.status == _WHOLE_STATUS and index not in arrival.with_ranges:
             arrival.without_ranges.add(index)
             arrival.excluded.add(index)
-            self._tell(
-                "retry", path, size=arrival.size, mirror=self._mirrors.lines[index].mirror.name, message=err.message
-            )
+            name = self._mirrors.lines[index].mirror.name
+            message = f"{escape(name)} sends no ranges of this file: it is read whole where no other mirror has it"
+            self._tell("retry", path, size=arrival.size, mirror=name, message=message)
             return True
         return is_known
 

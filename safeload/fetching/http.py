@@ -516,15 +516,17 @@ def _require_whole(response: httpx.Response, start: int, stop: int, size: int | 
         )
     if size is None:
         return stop + 1  # whatever follows is not read
-    _require_length(response, size)
+    # What lies there is not the file: the same request will get it again.
+    _require_length(response, size, lasting=True, hint="another file, or a page, is at that URL: check it")
     return max(size, stop)
 
 
-def _require_length(response: httpx.Response, nbytes: int) -> None:
+def _require_length(response: httpx.Response, nbytes: int, *, lasting: bool = False, hint: str | None = None) -> None:
     # Without a Content-Length the bytes are counted as they come.
     length = response.headers.get("content-length")
     if length is not None and length != str(nbytes):
-        raise _bad(response, f"expected {nbytes} bytes, found a Content-Length of {escape(length, limit=40)}")
+        message = f"expected {nbytes} bytes, found a Content-Length of {escape(length, limit=40)}"
+        raise _bad(response, message, lasting=lasting, hint=hint)
 
 
 def _pieces(response: httpx.Response, nbytes: int) -> Iterator[bytes]:

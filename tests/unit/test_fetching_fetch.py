@@ -578,6 +578,31 @@ def test_a_mirror_that_cannot_serve_is_no_verdict_and_publishes_nothing(
     assert len(server.requests) <= 3 * 8  # every piece as often as `HASTY` says, and no more
 
 
+def test_a_page_in_the_place_of_every_file_is_not_asked_for_again(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    def login(_: Request, reply: Reply, __: bytes | None) -> None:
+        reply.head(200, Content_Length=18, Content_Type="text/html")
+        reply.raw(b"<html>Login</html>")
+
+    with HostileServer(sample.files, login) as server, pytest.raises(FetchError) as caught:
+        bring(sample, tmp_path / "model", client, [server], connections=1, pacing=Pacing(first_delay=0.01))
+    assert "another file, or a page, is at that URL" in (caught.value.hint or "")
+    # Each file once, and the long one first for a range.
+    assert len(server.requests) == len(sample.files) + 1
+
+
+def test_a_mirror_without_ranges_is_not_told_of_as_if_it_had_failed(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    events: list[FetchEvent] = []
+    with HostileServer(sample.files, ignoring_ranges) as server:
+        bring(sample, tmp_path / "model", client, [server], watch=events.append)
+    (told,) = {event.message for event in events if event.kind == "retry"}
+    assert told is not None
+    assert told.endswith("sends no ranges of this file: it is read whole where no other mirror has it")
+
+
 def test_what_would_help_with_a_mirror_is_said_at_the_end(tmp_path: Path, sample: Sample, client: Client) -> None:
     with HostileServer(sample.files, saying(401)) as server, pytest.raises(FetchError) as caught:
         bring(sample, tmp_path / "model", client, [server])
