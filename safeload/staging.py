@@ -676,7 +676,13 @@ def check_file_set(
     for walked in unlisted:
         message = "expected only files that the manifest lists, found another"
         old = now_called.get(walked.path)
-        hint = "move it out of the directory" if old is None else f"if it is {escape(old)} renamed, give it that name"
+        if old is not None:
+            hint = f"if it is {escape(old)} renamed, give it that name"
+        elif walked.path.endswith(".json"):
+            # Publishers put the manifest there; the one that is given may lie beside what it lists, a copy may not.
+            hint = "move it out of the directory; or, if it is the manifest, give this one with -m"
+        else:
+            hint = "move it out of the directory"
         findings.append(Finding("unlisted-file", message, file=walked.path, hint=hint))
     return sorted(findings, key=lambda finding: finding.file or "")
 

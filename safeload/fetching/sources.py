@@ -277,7 +277,7 @@ class HttpSource:
         if found.size is None:
             raise FetchError(
                 f"{shown(url)}: expected the server to say how long the file is, found no length",
-                hint="use a mirror that serves plain files; or fetch it with a manifest",
+                hint="the page of a folder? name the URL of a file; or fetch what a manifest lists",
             )
         return RemoteSize(found.size, found.etag)
 

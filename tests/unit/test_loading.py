@@ -504,6 +504,7 @@ def test_a_manifest_in_the_directory_is_refused_if_another_was_passed(
         with pytest.raises(FileSetError) as refused:
             getattr(checkpoint, use)(manifest=other)
         assert codes(refused.value) == [("m.json", "unlisted-file")]
+        assert "if it is the manifest, give this one with -m" in (refused.value.findings[0].hint or "")
 
 
 @pytest.mark.parametrize("use", ["load", "verify"])
