@@ -654,10 +654,10 @@ def test_a_connection_that_is_cut_at_any_byte_is_tried_again(
         reply.honest(request, data)
 
     target = tmp_path / "model"
+    # Each range is cut once, and a mirror of whom nothing was heard but that is given up after three looks.
+    pacing = Pacing(tries=3, first_delay=0.001, longest_delay=0.002, breaker=99, looks=99)
     with HostileServer(sample.files, behave) as server:
-        bring(
-            sample, target, client, [server], pacing=Pacing(tries=3, first_delay=0.001, longest_delay=0.002, breaker=99)
-        )
+        bring(sample, target, client, [server], pacing=pacing)
     assert read_all(target) == sample.files
 
 
