@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import hashlib
 import json
 import mmap
 import os
@@ -376,6 +377,28 @@ def resigned(sample: Sample, key: SecretKey, change: Callable[[str], str]) -> by
     envelope["payload"] = base64.b64encode(payload).decode()
     envelope["signatures"] = [{"keyid": key.public.keyid, "sig": base64.b64encode(signature).decode()}]
     return json.dumps(envelope).encode()
+
+
+def test_a_file_whose_chunks_are_right_and_whose_own_digest_is_not_is_refused(
+    tmp_path: Path, sample: Sample, client: Client
+) -> None:
+    key = SecretKey.generate()
+    signed = hashlib.sha256(sample.files[BIG]).hexdigest()
+
+    def lie(text: str) -> str:
+        other = text.replace(signed, "0" * 64)
+        files = json.loads(other)["predicate"]["files"]
+        lines = [f"{len(f['path'].encode())} {f['path']} {f['size']} {f['sha256']}\n" for f in files]
+        tree = hashlib.sha256("".join(["safeload-tree-v1\n", *lines]).encode()).hexdigest()
+        return other.replace(json.loads(text)["subject"][0]["digest"]["sha256"], tree)
+
+    manifest = resigned(sample, key, lie)
+    target = tmp_path / "model"
+    with HostileServer(sample.files) as server, pytest.raises(DigestMismatchError) as refused:
+        bring(sample, target, client, [server], manifest=manifest, trust=key.public)
+    assert [(finding.file, finding.code) for finding in refused.value.findings] == [(BIG, "digest-mismatch")]
+    assert f"sha256:{signed}" in refused.value.findings[0].message
+    assert_nothing_published(target)
 
 
 @pytest.mark.parametrize(
